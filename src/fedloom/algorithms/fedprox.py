@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedProx: FedAvg whose clients are held near the global model.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated optimization in heterogeneous networks. MLSys 2020
+(arXiv:1812.06127).
+
+Each client minimises its loss plus (mu / 2) ||w - w_global||^2; all else is FedAvg.
+
+Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
+Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+Kept by the client: its model's running statistics, unless they are averaged.
+Kept by the server: the global parameters.
+Reduces to: FedAvg at mu = 0.
+Differs from the paper: clients are weighted by their samples at aggregation and drawn uniformly, as in FedAvg here; the
+paper draws them by size and weighs them equally. Work per client is fixed, not the device's own choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fedloom.algorithms import fedavg
+from fedloom.core.aggregate import mean_loss
+from fedloom.core.config import option
+from fedloom.core.contract import Ask, Batch, Cohort, Home, Program, Setup
+from fedloom.core.training import Training, train_step
+from fedloom.core.trees import Params, PerClient, Tree, squared_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(fedavg.Config):
+    """FedProx's options."""
+
+    mu: float = option(0.01, "Weight of the proximal term (the paper tries 0.001 to 1).", low=0)
+
+
+def round(setup: Setup[Config], state: fedavg.State, cohort: Cohort, ask: Ask) -> tuple[fedavg.State, dict[str, float]]:
+    """A round of FedAvg with another client step."""
+    config = setup.config
+    replies = ask(program(config), fedavg.message(config, state), PerClient.empty(cohort.clients))
+    return fedavg.average(config, state, replies), {"local_loss": mean_loss(replies)}
+
+
+def program(config: Config) -> Program:
+    """What a client of FedProx runs."""
+    return replace(fedavg.program(config), name="fedprox.train", step=client_step)
+
+
+def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
+    """One step on the client's own loss plus the proximal term."""
+
+    def proximal(params: Params) -> Tensor:
+        # eq. 2 of the paper: (mu / 2) ||w - w_t||^2
+        apart = squared_norm({name: params[name] - carry.start[name] for name in params})
+        return apart * (home.config.mu / 2)
+
+    return train_step(home, carry, batch, penalty=proximal)
+
+
+CITATION = """@inproceedings{li2020fedprox,
+  title={Federated Optimization in Heterogeneous Networks},
+  author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and
+          Smith, Virginia},
+  booktitle={MLSys}, year={2020}}"""
+
+ALGORITHM = replace(fedavg.ALGORITHM, name="FedProx", citation=CITATION, config=Config, round=round)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pFedHN: a loom on the server weaves a model for every client from its embedding.
+
+Shamsian, Navon, Fetaya, Chechik: Personalized federated learning using hypernetworks. ICML 2021 (arXiv:2103.04628).
+
+The server weaves theta_i = h(v_i; phi) and sends it; the client trains it for K steps and sends back the change; the
+server pulls the change back through h and steps on phi and v_i. The loom itself never travels. Clients with other
+architectures have their own heads on the same trunk (sec. 5.2). A newcomer gets an embedding of its own, the loom
+frozen (sec. 5.3).
+
+Symbols: phi: ``loom``, v_i: a row of ``embeddings``, theta_i: ``woven``, K: ``local_steps``, alpha: ``server_lr``.
+
+Sent down: the client's own woven parameters.
+Sent up: the change of the parameters, the number of samples, the training loss; its class shares, once, with
+    ``descriptor=class_shares``.
+Kept by the client: its model's running statistics.
+Kept by the server: the loom, the embeddings, the state of the outer optimiser.
+Reduces to: local training of a single model with one client, a linear loom and a fixed embedding.
+Differs from the paper: its Algorithm 1 writes the update with a plus sign on ``delta`` inside of a descent step; we
+descend along pseudo_grad = -delta, as its code does. Spectral norm is exact, not one power iteration. A cohort of one
+with ``server_step=per_client`` is the paper's; larger cohorts are woven from one loom, and each reply still makes its
+own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.core.aggregate import mean_loss
+from fedloom.core.config import option
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.optim import Optimiser
+from fedloom.core.random import seed_of, stream
+from fedloom.core.shares import ask_class_shares
+from fedloom.core.training import (
+    LocalConfig,
+    Training,
+    begin,
+    delta,
+    like_report,
+    remember,
+    report,
+    train_step,
+)
+from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.hypernets.per_tensor import PerTensorLoom, Shapes
+from fedloom.hypernets.weaving import pull_back, weave
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LocalConfig):
+    """pFedHN's options."""
+
+    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (sec. 5).", low=0)
+    hidden: int = option(100, "Width of the loom's trunk (App. B).", low=1)
+    layers: int = option(3, "Hidden layers of the loom (App. B; C.3.3 tries 1 to 5).", low=1)
+    server_lr: float = option(1e-2, "Outer learning rate, alpha (the authors' code).", low=0)
+    server_momentum: float = option(0.9, "Outer momentum (the authors' code).", low=0, high=1)
+    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (the authors' code).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (the authors' code).", low=0)
+    server_step: Literal["per_client", "cohort_mean"] = option(
+        "per_client", "One outer step per reply (the paper), or one on the mean, which wants a higher rate."
+    )
+    descriptor: Literal["trainable", "class_shares"] = option(
+        "trainable", "Embeddings are learned, or fixed to each client's class shares (App. C.6)."
+    )
+    spectral_norm: bool = option(False, "Divide the loom's weights by their largest singular value (App. C.4).")
+    admit_rounds: int = option(50, "Outer steps on a newcomer's embedding.", low=1)
+    admit_lr: float = option(0.1, "Rate of the steps on a newcomer's embedding.", low=0)
+
+    def outer(self) -> Optimiser:
+        """The optimiser of loom and embeddings."""
+        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
+
+
+class State(NamedTuple):
+    """The loom and one embedding per client of the roster."""
+
+    loom: Mapping[str, Tensor]
+    embeddings: Tensor  # (clients, embed_dim)
+    described: Tensor  # (clients,) bool: whose class shares are known; all True where embeddings are learned
+    optimiser: Tree
+
+
+def init(setup: Setup[Config]) -> State:
+    """Embeddings from N(0, 1); a loom as ``nn.Linear`` initialises it."""
+    return start(setup, loom_of(setup, whole))
+
+
+def whole(model: Model) -> Shapes:
+    """pFedHN weaves every parameter."""
+    return model.shapes
+
+
+def loom_of(setup: Setup[Any], part: Callable[[Model], Shapes]) -> PerTensorLoom:
+    """The loom for a roster; ``part`` says which tensors of a model it weaves."""
+    config = setup.config
+    targets = {str(spec): part(model) for spec, model in setup.architectures.items()}
+    dim = config.embed_dim or 1 + len(setup.clients) // 4
+    if config.descriptor == "class_shares":
+        dim = setup.models[setup.clients[0]].num_outputs
+    return PerTensorLoom(dim, targets, config.hidden, config.layers, config.spectral_norm)
+
+
+def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
+    """The state before round 1."""
+    phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype)
+    drawn = stream(setup.seed, "embeddings").standard_normal((len(setup.clients), loom.embed_dim))
+    table = torch.as_tensor(drawn).to(setup.device, setup.dtype)
+    told = setup.config.descriptor == "trainable"
+    if not told:
+        table = torch.full_like(table, 1 / loom.embed_dim)  # until a client has told its shares
+    described = torch.full((len(table),), told, device=setup.device)
+    return State(phi, table, described, setup.config.outer().init({**phi, "embeddings": table}))
+
+
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+    """Algorithm 1 for each client of the cohort."""
+    loom = loom_of(setup, whole)
+    state = describe(setup, state, cohort.clients, ask)
+    woven = weave(setup, loom, state.loom, state.embeddings[setup.rows(cohort.clients)], cohort.clients)
+    replies = ask(program(setup.config), {}, woven)
+    return learn(setup, loom, state, replies), {"local_loss": mean_loss(replies)}
+
+
+def learn(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
+    """Step on phi and v: once per reply in the roster's order, or once on the mean of all."""
+    if setup.config.server_step == "cohort_mean":
+        return step(setup, loom, state, replies)
+    for client in sorted(replies, key=lambda c: setup.rows([c])):
+        state = step(setup, loom, state, PerClient([([client], replies.pick([client]))]))
+    return state
+
+
+def step(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
+    """One outer step along the replies' mean pseudo-gradient, pulled back through the loom."""
+    grads, table_grad = pull_back(setup, loom, state.loom, state.embeddings, setup.clients, replies)
+    before = {**state.loom, "embeddings": state.embeddings}
+    after, optimiser = setup.config.outer().update(before, {**grads, "embeddings": table_grad}, state.optimiser)
+    phi = {name: value for name, value in after.items() if name != "embeddings"}
+    learned = setup.config.descriptor == "trainable"
+    return State(phi, after["embeddings"] if learned else state.embeddings, state.described, optimiser)
+
+
+def describe(setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask) -> State:
+    """Ask for the class shares of clients that have not told them yet (App. C.6)."""
+    known = state.described[setup.rows(clients)].tolist()
+    missing = [client for client, told in zip(clients, known) if not told]
+    if not missing:
+        return state
+    table, described = state.embeddings.clone(), state.described.clone()
+    for members, reply in ask_class_shares(setup, missing, ask).groups:
+        rows = setup.rows(members)
+        table[rows], described[rows] = reply["shares"], True
+    return state._replace(embeddings=table, described=described)
+
+
+def program(config: Config) -> Program:
+    """What a client of pFedHN runs."""
+    return Program("pfedhn.train", client_init, client_step, client_final, config.batches(), expects)
+
+
+def expects(shared: Tree, mine: Tree) -> Tree:
+    """A change for every woven tensor."""
+    return {"delta": mine["params"], **like_report()}
+
+
+def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Training:
+    """Start from the woven parameters."""
+    return begin(home, mine["params"], memory)
+
+
+def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
+    """One step on the client's own loss."""
+    return train_step(home, carry, batch)
+
+
+def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
+    """Reply with the change."""
+    return {"delta": delta(carry), **report(home, carry)}, remember(home, carry, memory)
+
+
+def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """Each client's woven model."""
+    return Sent({}, weave(setup, loom_of(setup, whole), state.loom, state.embeddings[setup.rows(clients)], clients))
+
+
+def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
+    """Sec. 5.3: freeze the loom and find an embedding for each newcomer."""
+    return embed(setup, loom_of(setup, whole), program(setup.config), state, newcomers.clients, ask)
+
+
+def embed(
+    setup: Setup[Any],
+    loom: PerTensorLoom,
+    train: Program,
+    state: State,
+    clients: Sequence[ClientId],
+    ask: Ask,
+) -> Sent:
+    """Embeddings by the same rounds as in training, from the participants' mean; or the newcomers' class shares."""
+    table = state.embeddings.mean(0).repeat(len(clients), 1)
+    row = {client: i for i, client in enumerate(clients)}
+    if setup.config.descriptor == "class_shares":
+        for members, reply in ask_class_shares(setup, tuple(clients), ask).groups:
+            table[[row[m] for m in members]] = reply["shares"]
+        return Sent({}, weave(setup, loom, state.loom, table, clients))
+    outer = Optimiser("sgd", setup.config.admit_lr, setup.config.server_momentum)
+    memory = outer.init({"v": table})
+    for _ in range(setup.config.admit_rounds):
+        replies = ask(train, {}, weave(setup, loom, state.loom, table, clients))
+        _, grad = pull_back(setup, loom, state.loom, table, clients, replies, through_loom=False)
+        # every newcomer steps on its own change, not on a mean
+        after, memory = outer.update({"v": table}, {"v": grad * len(replies)}, memory)
+        table = after["v"]
+    return Sent({}, weave(setup, loom, state.loom, table, clients))
+
+
+CITATION = """@inproceedings{shamsian2021pfedhn,
+  title={Personalized Federated Learning using Hypernetworks},
+  author={Shamsian, Aviv and Navon, Aviv and Fetaya, Ethan and Chechik, Gal},
+  booktitle={ICML}, year={2021}}"""
+
+ALGORITHM = Algorithm(
+    name="pFedHN",
+    citation=CITATION,
+    config=Config,
+    state=State,
+    init=init,
+    round=round,
+    personalise=personalise,
+    admit=admit,
+    cohort=1,  # Algorithm 1: one client a step
+)

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call and the command line calls: run, resume, load; and what a run can do when it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom import algorithms
+from fedloom.core.config import build
+from fedloom.core.contract import predict_with_target
+from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError, unknown
+from fedloom.core.trees import ClientId, Tree, flatten
+from fedloom.data.arrays import Arrays
+from fedloom.data.own import from_arrays, from_torch_dataset
+from fedloom.data.registry import load as load_data
+from fedloom.progress import Display, display
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.environment import environment
+from fedloom.runs.options import RunOptions
+from fedloom.runs.simulation import Simulation, flat_config
+from fedloom.runs.trackers import tracker
+
+SAVE_SECONDS = 60.0
+"""A checkpoint is also written when this much time has passed since the last one."""
+
+
+def run(
+    method: str,
+    *,
+    dataset: Any = "digits",
+    model: Any = "auto",
+    out: str | Path | None = None,
+    progress: str | Display = "auto",
+    **options: Any,
+) -> Run:
+    """Train ``method`` and give the finished run.
+
+    Args:
+        method: A name from ``fedloom methods``.
+        dataset: A dataset's name, a path, ``(x, y)`` arrays, or any torch Dataset of such pairs.
+        model: A network's name or import path, or an ``nn.Module`` class.
+        out: The run directory; without it, a new one under ``runs/``.
+        progress: ``auto``, ``rich``, ``plain``, ``json`` or ``quiet``.
+        options: The other options of ``fedloom run``, with underscores, and the method's own.
+
+    >>> run = fedloom.run("fedavg", dataset="digits", clients=4, rounds=2, progress="quiet")  # doctest: +SKIP
+    """
+    given = {"dataset": dataset, "model": model, **options}
+    arrays = None
+    if not isinstance(dataset, str | Path):
+        arrays = as_arrays(dataset)
+        given["dataset"] = PYTHON_DATA
+    if not isinstance(model, str):
+        given["model"] = f"{model.__module__}:{model.__qualname__}"
+    shared, config = parse_options(method, {k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
+    simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root))
+    resolved = flat_config(method, simulation.options, config)
+    need = 4 * sum(leaf.numel() * leaf.element_size() for leaf in flatten(simulation.trees()[0]).values())
+    directory = RunDirectory.create(Path(out) if out else _new_path(method, resolved), resolved, need_bytes=need)
+    with directory.lock():
+        directory.write_environment(environment(shared.seed, _device_name(simulation)))
+        return _train(simulation, directory, progress)
+
+
+def resume(
+    path: str | Path, *, dataset: Any = None, rounds: int | None = None, progress: str | Display = "auto"
+) -> Run:
+    """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go."""
+    directory = RunDirectory.open(Path(path))
+    with directory.lock():
+        simulation = _rebuild(directory, dataset, rounds)
+        if directory.checkpoints():
+            last = directory.load("last")
+            simulation.restore(last.round, last.state, last.memory)
+        directory.rewind(simulation.round)
+        return _train(simulation, directory, progress)
+
+
+def load(path: str | Path, *, dataset: Any = None, which: Literal["best", "last"] | int = "best") -> Run:
+    """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept."""
+    directory = RunDirectory.open(Path(path))
+    return Run(directory, None, dataset, which)
+
+
+@dataclass
+class Admission:
+    """A newcomer's model: ``model`` is an ``nn.Module`` where the method deploys its target network."""
+
+    client: ClientId
+    simulation: Simulation
+    parameters: Tree
+
+    @property
+    def model(self) -> nn.Module:
+        """The newcomer's own network, in evaluation mode."""
+        return _module(self.simulation, self.client, self.parameters)
+
+    def predict(self, x: np.ndarray | Tensor) -> Tensor:
+        """Outputs for samples prepared as the federation's are."""
+        return _predict(self.simulation, self.client, self.parameters, x)
+
+
+class Run:
+    """A finished or stopped run."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        simulation: Simulation | None,
+        dataset: Any = None,
+        which: Literal["best", "last"] | int = "best",
+    ) -> None:
+        self.directory = directory
+        self._simulation, self._dataset, self._which = simulation, dataset, which
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config."""
+        return self.directory.config
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers: at the best round by validation, and at the last one."""
+        found = self.directory.summary()
+        if found is None:
+            raise RunError(f"{self.path} has no summary yet: the run was stopped. Use `fedloom resume {self.path}`.")
+        return found
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One record per round."""
+        return self.directory.records()
+
+    @property
+    def simulation(self) -> Simulation:
+        """The federation with the checkpoint's state in it."""
+        if self._simulation is None:
+            self._simulation = _rebuild(self.directory, self._dataset)
+            nothing_best = self._which == "best" and self.directory.best_round() is None
+            checkpoint = self.directory.load("last" if nothing_best else self._which)
+            self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
+        return self._simulation
+
+    @property
+    def clients(self) -> tuple[ClientId, ...]:
+        """The clients that took part."""
+        return self.simulation.setup.clients
+
+    def model(self, client: ClientId | int) -> nn.Module:
+        """The network that a client deploys, with its parameters, in evaluation mode."""
+        return _module(self.simulation, self._id(client), self.parameters(client))
+
+    def parameters(self, client: ClientId | int) -> Tree:
+        """What a client deploys, as a tree of tensors."""
+        return self.simulation.deployed(self._id(client))
+
+    def predict(self, client: ClientId | int, x: np.ndarray | Tensor) -> Tensor:
+        """A client's outputs for samples prepared as the federation's are."""
+        return _predict(self.simulation, self._id(client), self.parameters(client), x)
+
+    def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
+        """Every participant's score on a split of its own data."""
+        return self.simulation.evaluate(split)
+
+    def evaluate_unseen(self) -> dict[str, float]:
+        """Metrics of the clients that were held out, admitted with their own training data."""
+        return self.simulation.evaluate_unseen()
+
+    def admit(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None) -> Admission:
+        """A model for a newcomer, from its samples, prepared as the federation's are, and their labels if any."""
+        algorithm = self.simulation.algorithm
+        if algorithm.admit is None:
+            self.simulation.admit(())
+        if y is None and algorithm.admit_labels:
+            raise NeedsError(
+                f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
+                "Call admit(x, y), or choose a method that needs no labels."
+            )
+        simulation, client = self.simulation, "newcomer"
+        samples = torch.as_tensor(x)
+        # labels that no program may read: any use of them as classes fails
+        labels = torch.full((len(samples), *simulation.federation.y.shape[1:]), -1) if y is None else torch.as_tensor(y)
+        if len(labels) != len(samples):
+            raise ConfigError(f"admit got {len(samples)} samples and {len(labels)} labels; give one label per sample.")
+        model = simulation.federation.roster[simulation.setup.clients[0]].model
+        joined = simulation.joined_by(client, model, samples, labels)
+        sent = joined.admit([client])
+        return Admission(client, joined, joined.deployed(client, sent))
+
+    def export(self, client: ClientId | int, folder: str | Path) -> Path:
+        """Write a client's parameters as safetensors, with a loader beside them."""
+        from fedloom.runs.export import export
+
+        name = self._id(client)
+        spec: Any = self.simulation.federation.roster[name].model.spec
+        return export(Path(folder), name, self.parameters(name), spec, self.simulation.algorithm.name)
+
+    def _id(self, client: ClientId | int) -> ClientId:
+        name = str(client)
+        if name not in self.simulation.federation.roster:
+            raise unknown("client", name, self.simulation.federation.roster)
+        return name
+
+
+PYTHON_DATA = "python"
+"""In a config file: the data came as Python objects, and must be given again."""
+
+
+def as_arrays(dataset: Any) -> Arrays:
+    """Arrays, an (x, y) pair or a torch Dataset as checked arrays."""
+    if isinstance(dataset, Arrays):
+        return dataset
+    if isinstance(dataset, tuple) and len(dataset) == 2:
+        return from_arrays(*dataset)
+    return from_torch_dataset(dataset)
+
+
+def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, Any]:
+    """The shared options and the method's config, from one flat mapping."""
+    shared_names = {field.name for field in fields(RunOptions)}
+    config_type = algorithms.get(method).config
+    own_names = {field.name for field in fields(config_type)}
+    for name in given:
+        if name not in shared_names | own_names:
+            raise unknown(f"option of {method}", name, shared_names | own_names)
+    shared = build(RunOptions, {k: v for k, v in given.items() if k in shared_names})
+    return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
+
+
+def _rebuild(directory: RunDirectory, dataset: Any, rounds: int | None = None) -> Simulation:
+    given = dict(directory.config)
+    method = given.pop("method", None)
+    if not isinstance(method, str):
+        raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
+    if rounds is not None:
+        given["rounds"] = rounds
+    shared, config = parse_options(method, given)
+    if dataset is None and shared.dataset == PYTHON_DATA:
+        raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")
+    if dataset is None or isinstance(dataset, str | Path):
+        arrays = load_data(dataset or shared.dataset, shared.data_root)
+    else:
+        arrays = as_arrays(dataset)
+    return Simulation(method, shared, config, arrays)
+
+
+def _train(simulation: Simulation, directory: RunDirectory, progress: str | Display) -> Run:
+    """Rounds, records and checkpoints until the end; what is on disk is always a run that can go on."""
+    options, task = simulation.options, simulation.setup.task
+    best = _best(directory)
+    shown = display(progress) if isinstance(progress, str) else progress
+    follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
+    saved = time.monotonic()
+    with follow as log, shown as screen:
+        screen.begin(simulation)
+        try:
+            while simulation.round < options.rounds:
+                record = simulation.train_round()
+                evaluated = simulation.round % simulation.eval_every == 0 or simulation.round == options.rounds
+                is_best = False
+                if evaluated:
+                    start = time.perf_counter()
+                    record["metrics"] = simulation.metrics()
+                    record["seconds"]["evaluation"] = time.perf_counter() - start
+                    better = _better(record["metrics"], task, best)
+                    best, is_best = (
+                        ({"round": simulation.round, **record["metrics"]}, True) if better else (best, False)
+                    )
+                directory.append(record)
+                if evaluated or time.monotonic() - saved > SAVE_SECONDS:
+                    directory.save(simulation.round, *simulation.trees(), {}, best=is_best, keep=options.keep)
+                    saved = time.monotonic()
+                if log is not None:
+                    log.log(_numbers(record), simulation.round)
+                screen.update(record)
+        except (KeyboardInterrupt, RoundError):
+            simulation.engine.rollback()
+            if simulation.round not in directory.checkpoints():
+                directory.save(simulation.round, *simulation.trees(), {}, best=False, keep=options.keep)
+            directory.write_summary(_summary(simulation, directory, best, finished=False))
+            raise
+        if options.rounds == 0:
+            directory.save(0, *simulation.trees(), {}, best=False, keep=options.keep)
+        directory.write_summary(_summary(simulation, directory, best, finished=True))
+        screen.end(directory)
+    return Run(directory, None)
+
+
+def _best(directory: RunDirectory) -> dict[str, Any] | None:
+    """The metrics of the best round so far, by validation."""
+    number = directory.best_round()
+    return next(({"round": number, **r["metrics"]} for r in directory.records() if r["round"] == number), None)
+
+
+def _better(metrics: Mapping[str, float], task: Any, best: Mapping[str, Any] | None) -> bool:
+    """Selection by validation, never by test; the later of two equals is kept out."""
+    name = f"deployed/participants/val/{task.metric_name}"
+    if name not in metrics:
+        return False
+    if best is None:
+        return True
+    gain = float(metrics[name] - best[name])
+    return gain > 0 if task.higher_is_better else gain < 0
+
+
+def _summary(
+    simulation: Simulation, directory: RunDirectory, best: Mapping[str, Any] | None, finished: bool
+) -> dict[str, Any]:
+    records, options = directory.records(), simulation.options
+    summary: dict[str, Any] = {
+        "method": simulation.method,
+        "name": simulation.algorithm.name,
+        "finished": finished,
+        "rounds": simulation.round,
+        "seed": options.seed,
+        "engine": options.engine,
+        "engine_reason": simulation.engine_reason,
+        "device": options.device,
+        "metric": simulation.setup.task.metric_name,
+        "notes": list(simulation.partition.notes),
+        "dropped": sum(len(r["dropped"]) for r in records),
+        "seconds": sum(r["seconds"]["round"] for r in records),
+        "evaluation_seconds": sum(r["seconds"].get("evaluation", 0.0) for r in records),
+        "bytes": {way: sum(r["bytes"][way] for r in records) for way in ("down", "up")},
+        "best": best,
+    }
+    if finished:
+        scores = simulation.evaluate("test")
+        summary["last"] = {"round": simulation.round, **simulation.metrics()}
+        summary["clients"] = {client: score._asdict() for client, score in scores.items()}
+        if simulation.federation.unseen:
+            try:
+                summary["unseen"] = simulation.evaluate_unseen()
+            except NeedsError as reason:
+                summary["unseen"] = {"reason": str(reason)}
+    return summary
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    found = {**record["diagnostics"], **record.get("metrics", {})}
+    found |= {f"seconds/{k}": v for k, v in record["seconds"].items()}
+    return found | {f"bytes/{k}": v for k, v in record["bytes"].items()}
+
+
+def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Module:
+    if simulation.algorithm.predict is not predict_with_target:
+        raise NeedsError(f"{simulation.algorithm.name} deploys more than one network; use predict instead of model.")
+    model: Any = simulation.federation.roster[client].model
+    module: nn.Module = model.module(parameters["params"], parameters["buffers"])
+    return module
+
+
+def _predict(simulation: Simulation, client: ClientId, parameters: Tree, x: np.ndarray | Tensor) -> Tensor:
+    data = torch.as_tensor(x).to(simulation.federation.x)
+    home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
+    with torch.no_grad():
+        return simulation.algorithm.predict(home, parameters, data)
+
+
+def _device_name(simulation: Simulation) -> str:
+    device = simulation.federation.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _new_path(method: str, config: Mapping[str, Any]) -> Path:
+    """A directory under ``runs/`` that is not there yet."""
+    stem = f"{method}-{Path(str(config['dataset'])).stem}-seed{config['seed']}"
+    paths = (Path("runs") / (stem if i == 1 else f"{stem}-{i}") for i in range(1, 1_000_000))
+    return next(path for path in paths if not path.exists())

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients and the samples that each of them holds."""

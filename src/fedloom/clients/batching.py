@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples a client sees in which step: for one client a list of batches, for a cohort padded index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedloom.core.contract import Batches
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The batches of one client, in order."""
+
+    rows: list[np.ndarray]  # per step: the rows of the federation's data
+    epochs: list[int]  # per step: which pass over the data
+
+
+def schedule(rows: np.ndarray, batches: Batches | None, rng: np.random.Generator) -> Schedule:
+    """Cut passes over ``rows`` into batches until there are enough; a client without samples has none."""
+    plan = Schedule([], [])
+    if batches is None or len(rows) == 0:
+        return plan
+    passes = batches.epochs or -(-batches.steps * batches.size // len(rows)) + batches.steps
+    for epoch in range(passes):
+        order = rng.permutation(rows) if batches.shuffle else rows
+        for start in range(0, len(order), batches.size):
+            plan.rows.append(order[start : start + batches.size])
+            plan.epochs.append(epoch)
+            if len(plan.rows) == batches.steps and not batches.epochs:
+                return plan
+    return plan
+
+
+@dataclass(frozen=True)
+class PaddedSchedule:
+    """The batches of a cohort whose clients are ordered by their number of steps, most first."""
+
+    rows: np.ndarray  # (steps, clients, size) int64; padding repeats the client's first row of the batch
+    sizes: np.ndarray  # (steps, clients) real samples
+    epochs: np.ndarray  # (steps, clients)
+    active: np.ndarray  # (steps,) clients that still have a step: always the first ones
+
+    @classmethod
+    def of(cls, schedules: Sequence[Schedule]) -> PaddedSchedule:
+        """Pad ``schedules``, which must be in order of their number of steps, most first."""
+        steps, clients = len(schedules[0].rows) if schedules else 0, len(schedules)
+        size = max((len(rows) for s in schedules for rows in s.rows), default=0)
+        padded = np.zeros((steps, clients, size), dtype=np.int64)
+        sizes, epochs = np.zeros((2, steps, clients), dtype=np.int64)
+        for c, plan in enumerate(schedules):
+            for t, rows in enumerate(plan.rows):
+                padded[t, c, : len(rows)] = rows
+                padded[t, c, len(rows) :] = rows[0]
+                sizes[t, c] = len(rows)
+            epochs[: len(plan.epochs), c] = plan.epochs
+        active = np.array([sum(len(s.rows) > t for s in schedules) for t in range(steps)], dtype=np.int64)
+        return cls(padded, sizes, epochs, active)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients of a simulated federation: one tensor of data on the compute device, and who owns which rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.clients.partition import Partition
+from fedloom.core.contract import Model
+from fedloom.core.errors import DataError
+from fedloom.core.task import Task
+from fedloom.core.trees import ClientId
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client of the roster: its model and the rows of the federation's data that are its own."""
+
+    id: ClientId
+    model: Model
+    rows: Mapping[str, np.ndarray]  # split -> int64 rows
+    unseen: bool = False
+
+    def of(self, split: str) -> np.ndarray:
+        """The rows of a split; ``all`` is every row the client has."""
+        return np.concatenate([self.rows[s] for s in SPLITS]) if split == "all" else self.rows[split]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Data and roster. Participants come first; unseen clients take no part in training."""
+
+    x: Tensor  # (samples, ...)
+    y: Tensor  # (samples,) or (samples, targets)
+    task: Task
+    roster: Mapping[ClientId, Client]
+
+    @property
+    def participants(self) -> tuple[ClientId, ...]:
+        return tuple(c.id for c in self.roster.values() if not c.unseen)
+
+    @property
+    def unseen(self) -> tuple[ClientId, ...]:
+        return tuple(c.id for c in self.roster.values() if c.unseen)
+
+    @property
+    def models(self) -> dict[ClientId, Model]:
+        return {c.id: c.model for c in self.roster.values()}
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def having(self, split: str, clients: Iterable[ClientId]) -> tuple[ClientId, ...]:
+        """Those of ``clients`` that have samples in ``split``."""
+        return tuple(c for c in clients if len(self.roster[c].of(split)))
+
+    def joined_by(self, newcomer: ClientId, model: Model, x: Tensor, y: Tensor) -> Federation:
+        """This federation and one unseen client more, whose data are its training data."""
+        if x.shape[1:] != self.x.shape[1:]:
+            raise DataError(
+                f"The newcomer's samples have shape {tuple(x.shape[1:])}; this federation's have "
+                f"{tuple(self.x.shape[1:])}. Give data of the same shape."
+            )
+        rows = np.arange(len(self.x), len(self.x) + len(x))
+        client = Client(newcomer, model, {"train": rows, "val": rows[:0], "test": rows[:0]}, unseen=True)
+        together = {"x": torch.cat([self.x, x.to(self.x)]), "y": torch.cat([self.y, y.to(self.y)])}
+        return Federation(**together, task=self.task, roster={**self.roster, newcomer: client})
+
+
+def federate(
+    x: np.ndarray | Tensor,
+    y: np.ndarray | Tensor,
+    partition: Partition,
+    models: Sequence[Model],
+    task: Task,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Federation:
+    """A federation on ``device``. Clients take the ``models`` in turn: client i has the (i mod m)-th of m."""
+    y = torch.as_tensor(y)
+    roster = {
+        split.id: Client(
+            split.id,
+            models[i % len(models)],
+            {"train": split.train, "val": split.val, "test": split.test},
+            split.unseen,
+        )
+        for i, split in enumerate(partition.clients)
+    }
+    return Federation(
+        torch.as_tensor(x).to(device, dtype),
+        y.to(device, dtype if y.is_floating_point() else torch.int64),
+        task,
+        roster,
+    )

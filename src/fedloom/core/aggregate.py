@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combining replies: means over clients, weighted by a number that each reply carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedloom.core.trees import PerClient, tree_map
+
+
+def weighted_mean(replies: PerClient, branch: str, weight: str = "num_samples") -> Any:
+    """The mean over clients of ``reply[branch]``, a tree or a tensor, weighted by ``reply[weight]``."""
+    total = sum(tree[weight].sum() for _, tree in replies.groups)
+
+    def one(*leaves: torch.Tensor) -> torch.Tensor:
+        parts = [
+            torch.tensordot(tree[weight] / total, leaf.to(tree[weight].dtype), dims=1)
+            for leaf, (_, tree) in zip(leaves, replies.groups)
+        ]
+        return torch.stack(parts).sum(0)
+
+    return tree_map(one, *(tree[branch] for _, tree in replies.groups))
+
+
+def mean_loss(replies: PerClient) -> float:
+    """The clients' mean training loss, each client counted once."""
+    return float(torch.cat([tree["loss"] for _, tree in replies.groups]).mean())

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All randomness of fedloom: streams named by what they are for, never a global generator.
+
+Two kinds, both pure functions of their name, so that a run can be stopped, resumed, reordered or spread over
+machines without changing a bit:
+
+- on the host, ``stream(seed, "partition")`` is a NumPy generator: sampling of cohorts, order of batches, initial
+  values of parameters (``torch_seed``);
+- inside a client program, ``uniform(key, shape)`` and ``normal(key, shape)`` hash a counter with a key. They are plain
+  integer arithmetic: the same bits one client at a time, for a whole cohort under ``vmap``, and on any device.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK63 = (1 << 63) - 1
+
+
+def seed_of(*name: int | str) -> int:
+    """A 63-bit seed for the stream of that name. Names are compared by value and type: 1 and "1" differ."""
+    digest = hashlib.blake2b("\x1f".join(f"{type(n).__name__}:{n}" for n in name).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") & _MASK63
+
+
+def stream(*name: int | str) -> np.random.Generator:
+    """The host stream of that name, e.g. ``stream(seed, round, client, "batches")``."""
+    return np.random.Generator(np.random.PCG64(seed_of(*name)))
+
+
+def key(*name: int | str) -> Tensor:
+    """A key for draws inside a client program: a 0-d int64 tensor."""
+    return torch.tensor(seed_of(*name), dtype=torch.int64)
+
+
+def fold(key: Tensor, data: Tensor | int) -> Tensor:
+    """A new key from a key and a number: one key per step, per layer, per purpose."""
+    return _mix(key + _mix(torch.as_tensor(data, dtype=torch.int64, device=key.device) + _GOLDEN))
+
+
+def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform on [0, 1), one hash per element."""
+    count = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
+    # 24 random bits: exact in every float type that parameters have
+    return (_mix(key + count * _GOLDEN) >> 39 & 0xFFFFFF).to(dtype) / float(1 << 24)
+
+
+def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal, by Box and Muller from two uniforms."""
+    radius = torch.sqrt(-2.0 * torch.log1p(-uniform(fold(key, 1), shape, dtype)))
+    return radius * torch.cos(2.0 * math.pi * uniform(fold(key, 2), shape, dtype))
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_M2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014) on int64, whose products wrap around."""
+    z = (z ^ _shift(z, 30)) * _M1
+    z = (z ^ _shift(z, 27)) * _M2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """A logical right shift: torch shifts the sign in."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

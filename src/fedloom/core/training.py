@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training, which most client programs share: its options, its carry and its step.
+
+A program that trains the usual way is three lines: ``begin``, ``train_step`` and a reply made from ``delta``. What a
+method adds goes in as a penalty on the loss (FedProx) or a correction of the gradients (SCAFFOLD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.core.config import check, option
+from fedloom.core.contract import Batch, Batches, Home
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import Optimiser, OptimiserName
+from fedloom.core.trees import Params, Tree, tree_map
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """How a client trains; the defaults are those of pFedHN's experiments."""
+
+    local_steps: int = option(50, "Mini-batch steps per client and round (pFedHN, sec. 5: K = 50).", low=0)
+    local_epochs: int = option(0, "Passes over the client's data instead of a number of steps; 0: use steps.", low=0)
+    batch_size: int = option(64, "Samples per step; the last batch of a pass has what is left.", low=1)
+    optimiser: OptimiserName = option("sgd", "Local optimiser.")
+    local_lr: float = option(5e-3, "Local learning rate (pFedHN's code).", low=0)
+    momentum: float = option(0.9, "Local momentum, for sgd (pFedHN's code).", low=0, high=1)
+    weight_decay: float = option(5e-5, "Local weight decay (pFedHN's code).", low=0)
+    clip: float = option(50.0, "Largest norm of a local gradient; 0: no clipping (pFedHN's code).", low=0)
+    keep_optimiser: bool = option(False, "Keep a client's optimiser state from round to round.")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not (self.local_steps or self.local_epochs):
+            raise ConfigError("--local-steps and --local-epochs are both 0; give one of them at least 1.")
+
+    def batches(self) -> Batches:
+        """The training data that one ask goes through."""
+        steps = 0 if self.local_epochs else self.local_steps
+        return Batches("train", self.batch_size, steps=steps, epochs=self.local_epochs)
+
+    def local_optimiser(self) -> Optimiser:
+        """The optimiser that these options name."""
+        return Optimiser(self.optimiser, self.local_lr, self.momentum, self.weight_decay, self.clip)
+
+
+class Training(NamedTuple):
+    """The carry of local training."""
+
+    params: Params
+    start: Params
+    buffers: Tree
+    optimiser: Tree
+    loss: Tensor  # () summed over steps
+    steps: Tensor  # ()
+
+
+Penalty = Callable[[Params], Tensor]
+Correction = Callable[[Params], Params]
+
+
+def begin(home: Home, params: Params, memory: Tree) -> Training:
+    """Training starts from ``params``, with the client's buffers and, if it is kept, its optimiser state."""
+    state = memory.get("optimiser") or home.config.local_optimiser().init(params)
+    zero = torch.zeros_like(home.num_samples)
+    return Training(params, params, memory["buffers"], state, zero, zero)
+
+
+def gradient(
+    home: Home, params: Params, buffers: Tree, batch: Batch, penalty: Penalty | None = None
+) -> tuple[Params, Tensor, Tree]:
+    """The gradient of the mean loss on a batch (plus a penalty), the loss without it, and the new buffers."""
+
+    def objective(params: Params) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        outputs, after = home.model.train(params, buffers, batch.x, batch.mask, batch.key)
+        loss = batch.mean(home.task.loss(outputs, batch.y))
+        return loss + penalty(params) if penalty else loss, (loss, after)
+
+    grads, (_, (loss, after)) = torch.func.grad_and_value(objective, has_aux=True)(params)
+    return grads, loss, after
+
+
+def train_step(
+    home: Home,
+    carry: Training,
+    batch: Batch,
+    *,
+    penalty: Penalty | None = None,
+    correction: Correction | None = None,
+) -> Training:
+    """One step of the local optimiser."""
+    grads, loss, buffers = gradient(home, carry.params, carry.buffers, batch, penalty)
+    if correction:
+        grads = correction(grads)
+    params, state = home.config.local_optimiser().update(carry.params, grads, carry.optimiser)
+    return carry._replace(
+        params=params, buffers=buffers, optimiser=state, loss=carry.loss + loss, steps=carry.steps + 1
+    )
+
+
+def delta(carry: Training) -> dict[str, Tensor]:
+    """After minus before."""
+    change: dict[str, Tensor] = tree_map(torch.sub, carry.params, carry.start)
+    return change
+
+
+def report(home: Home, carry: Training) -> dict[str, Tensor]:
+    """What every training reply says besides its result: the client's weight and its mean training loss."""
+    return {"num_samples": home.num_samples, "loss": carry.loss / carry.steps.clamp(min=1)}
+
+
+def remember(home: Home, carry: Training, memory: Tree) -> dict[str, Any]:
+    """The memory after training: running statistics and, if it is kept, the optimiser state."""
+    kept = {"optimiser": carry.optimiser} if home.config.keep_optimiser else {}
+    return {**memory, "buffers": carry.buffers, **kept}
+
+
+def like_report() -> dict[str, Tensor]:
+    """The shapes of ``report``, for a program's ``expects``."""
+    return {"num_samples": torch.empty(()), "loss": torch.empty(())}

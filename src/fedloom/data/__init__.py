@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data: published datasets by name, users' own arrays and files, all as checked ``Arrays``."""
+
+from fedloom.data.arrays import Arrays
+from fedloom.data.own import from_arrays, from_folder, from_npz, from_torch_dataset
+from fedloom.data.registry import dataset, load, names
+
+__all__ = [
+    "Arrays",
+    "dataset",
+    "from_arrays",
+    "from_folder",
+    "from_npz",
+    "from_torch_dataset",
+    "load",
+    "names",
+]

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dataset in memory: what every reader returns and every partition takes, checked once on the way in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedloom.core.errors import DataError
+
+SPLITS = ("train", "val", "test")
+RECODE = "recode them with y = np.unique(y, return_inverse=True)[1]"
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A dataset in memory, checked; the arrays are taken as they are, not copied.
+
+    x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W)
+    y            int64 (samples,), classes 0 to num_classes - 1; or float32 (samples,) or (samples, k)
+    num_classes  0 for regression
+    split        (samples,) of "train", "val" and "test" where the publisher or the user fixed it, else None
+    groups       natural groupings by name, e.g. "writer", "client"; each a (samples,) array of strings
+    class_names  one per class, or empty
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    num_classes: int
+    split: np.ndarray | None = None
+    groups: Mapping[str, np.ndarray] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __post_init__(self) -> None:
+        what = f"Dataset {self.name!r}"
+        if self.x.dtype != np.float32 or self.x.ndim < 2:
+            raise DataError(
+                f"{what} has x of type {self.x.dtype} and shape {self.x.shape}; expected float32 with one "
+                "row per sample: features (samples, F), windows (samples, C, L) or images (samples, C, H, W)."
+            )
+        if self.x.size == 0:
+            raise DataError(f"{what} has no samples (x has shape {self.x.shape}); expected at least one.")
+        if self.y.ndim == 0 or len(self.x) != len(self.y):
+            raise DataError(
+                f"{what} has {len(self.x)} samples in x but y has shape {self.y.shape}; "
+                "give one target for every sample."
+            )
+        if not _finite(self.x):
+            raise DataError(f"{what} has NaN or infinite values in x; remove or replace those samples.")
+        if self.num_classes:
+            _check_labels(what, self.y, self.num_classes)
+        else:
+            _check_targets(what, self.y)
+        if len(self.class_names) not in (0, self.num_classes):
+            raise DataError(
+                f"{what} has {len(self.class_names)} class names for {self.num_classes} classes; give one for each."
+            )
+        if self.split is not None:
+            _check_split(what, self.split, len(self))
+        for group, members in self.groups.items():
+            if members.shape != (len(self),) or members.dtype.kind != "U":
+                raise DataError(
+                    f"{what} has the grouping {group!r} of type {members.dtype} and shape {members.shape}; "
+                    f"expected one string for each of the {len(self)} samples."
+                )
+
+
+def _finite(values: np.ndarray) -> bool:
+    # the extremes carry any NaN or infinity along, and need no temporary as large as the data
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+
+
+def _check_labels(what: str, y: np.ndarray, num_classes: int) -> None:
+    if y.dtype != np.int64 or y.ndim != 1:
+        raise DataError(
+            f"{what} has labels of type {y.dtype} and shape {y.shape}; expected int64 of shape (samples,): {RECODE}."
+        )
+    if y.min() < 0 or y.max() >= num_classes:
+        raise DataError(
+            f"{what} has labels from {y.min()} to {y.max()}; expected 0 to {num_classes - 1} for "
+            f"{num_classes} classes: {RECODE}."
+        )
+
+
+def _check_targets(what: str, y: np.ndarray) -> None:
+    if y.dtype != np.float32 or y.ndim > 2 or y.size == 0:
+        raise DataError(
+            f"{what} has regression targets of type {y.dtype} and shape {y.shape}; "
+            "expected float32 of shape (samples,) or (samples, k)."
+        )
+    if not _finite(y):
+        raise DataError(f"{what} has NaN or infinite values in y; remove or replace those samples.")
+
+
+def _check_split(what: str, split: np.ndarray, samples: int) -> None:
+    if split.shape != (samples,):
+        raise DataError(
+            f"{what} has a split of shape {split.shape}; expected one name for each of the {samples} samples."
+        )
+    strange = sorted(set(np.unique(split).tolist()) - set(SPLITS), key=str)
+    if strange:
+        raise DataError(f"{what} has the split name {strange[0]!r}; expected only {', '.join(SPLITS)}.")

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' own data: arrays, .npz files, a folder with one .npz per client, or a torch Dataset.
+
+The number of axes of x says what the samples are: 2 axes are feature vectors (samples, features), 3 are
+windows (samples, channels, length), 4 are images (samples, channels, height, width). Grey images without an
+axis for the channel would be taken for windows: give them one with ``x[:, None]``. Images with the channels
+last, (samples, height, width, channels), are turned where that is plain: the last axis is 1, 3 or 4 long and
+the second is not.
+
+Images of bytes (uint8, 4 axes) are scaled to [0, 1]; any other numbers are taken as they are, so normalise
+them first.
+
+Whole numbers in y are classes and must be all of 0 to C - 1; floating-point numbers in y are targets of a
+regression.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedloom.core.errors import DataError, unknown
+from fedloom.data.arrays import RECODE, Arrays
+
+Task = Literal["classification", "regression"]
+_CHANNELS = (1, 3, 4)
+
+
+def from_arrays(
+    x: ArrayLike,
+    y: ArrayLike,
+    client: ArrayLike | None = None,
+    split: ArrayLike | None = None,
+    name: str = "arrays",
+    task: Task | None = None,
+) -> Arrays:
+    """A dataset from arrays; ``client`` names each sample's client, ``split`` its part (train, val, test).
+
+    Without a task, whole numbers in y mean classification and floating-point numbers regression.
+    """
+    what = f"Dataset {name!r}"
+    features, targets = _array(what, "x", x), _array(what, "y", y)
+    if task is None:
+        task = "regression" if targets.dtype.kind == "f" else "classification"
+    elif task not in get_args(Task):
+        raise unknown("task", task, get_args(Task))
+    labels, num_classes = _labels(what, targets) if task == "classification" else (_float32(what, "y", targets), 0)
+    return Arrays(
+        name=name,
+        x=_features(what, features),
+        y=labels,
+        num_classes=num_classes,
+        split=None if split is None else _array(what, "split", split).astype(str),
+        groups={} if client is None else {"client": _array(what, "client", client).astype(str)},
+    )
+
+
+def from_npz(path: str | Path) -> Arrays:
+    """A dataset from an .npz file with the arrays x and y and, if there are any, client and split."""
+    path = Path(path)
+    content = _read_npz(path, optional=("client", "split"))
+    return from_arrays(content["x"], content["y"], content.get("client"), content.get("split"), path.stem)
+
+
+def from_folder(path: str | Path) -> Arrays:
+    """A dataset from a folder with one .npz file per client, named after it: x, y and perhaps split."""
+    path = Path(path)
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise DataError(f"{path} holds no .npz file; expected one per client, with the arrays x and y.")
+    contents = [_read_npz(file, optional=("split",)) for file in files]
+    for file, content in zip(files, contents):
+        _check_same(files[0], contents[0], file, content)
+    joined = {key: np.concatenate([content[key] for content in contents]) for key in contents[0]}
+    client = np.repeat([file.stem for file in files], [len(content["x"]) for content in contents])
+    return from_arrays(joined["x"], joined["y"], client, joined.get("split"), path.resolve().name)
+
+
+def from_torch_dataset(ds: Any, name: str = "dataset") -> Arrays:
+    """A dataset from a map-style torch Dataset (or any sequence) of pairs (x, y)."""
+    if not hasattr(ds, "__len__") or not hasattr(ds, "__getitem__"):
+        raise DataError(
+            f"{type(ds).__name__} has no length or cannot be indexed; expected a map-style Dataset of pairs (x, y)."
+        )
+    pairs = [ds[index] for index in range(len(ds))]
+    if not pairs:
+        raise DataError(f"{type(ds).__name__} is empty; expected at least one pair (x, y).")
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise DataError(f"{type(ds).__name__} has items that are not pairs; expected (x, y) for every index.")
+    x, y = ([np.asarray(value) for value in column] for column in zip(*pairs))
+    for what, values in (("x", x), ("y", y)):
+        shapes = {value.shape for value in values}
+        if len(shapes) > 1:
+            raise DataError(
+                f"{type(ds).__name__} has {what} of {len(shapes)} shapes, {min(shapes)} among them; "
+                "crop, pad or resize them to one shape."
+            )
+    return from_arrays(np.stack(x), np.stack(y), name=name)
+
+
+def _array(what: str, key: str, value: ArrayLike) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{what} has rows of several lengths in {key}; give all one shape.") from error
+    if array.dtype.kind not in "buifUS":
+        raise DataError(f"{what} has {key} of type {array.dtype}; expected numbers or strings.")
+    return array
+
+
+def _features(what: str, x: np.ndarray) -> np.ndarray:
+    if x.ndim not in (2, 3, 4):
+        raise DataError(
+            f"{what} has x of shape {x.shape}; expected 2 axes (samples, features), "
+            "3 (samples, channels, length) or 4 (samples, channels, height, width)."
+        )
+    if x.ndim == 4 and x.shape[3] in _CHANNELS and x.shape[1] not in _CHANNELS:
+        x = x.transpose(0, 3, 1, 2)
+    features = _float32(what, "x", x)
+    if x.ndim == 4 and x.dtype == np.uint8:
+        features /= 255
+    return features
+
+
+def _float32(what: str, key: str, values: np.ndarray) -> np.ndarray:
+    if values.dtype.kind not in "buif":
+        raise DataError(f"{what} has {key} of type {values.dtype}; expected numbers: encode text as numbers first.")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, which is refused as such
+        return values.astype(np.float32, order="C")
+
+
+def _labels(what: str, y: np.ndarray) -> tuple[np.ndarray, int]:
+    if y.dtype.kind not in "bui" or y.ndim != 1:
+        raise DataError(
+            f"{what} has labels of type {y.dtype} and shape {y.shape}; expected whole numbers of shape "
+            f"(samples,): {RECODE}."
+        )
+    classes = np.unique(y)
+    if not np.array_equal(classes, np.arange(len(classes))):
+        raise DataError(
+            f"{what} has {len(classes)} different labels from {classes[0]} to {classes[-1]}; expected "
+            f"all of 0 to {len(classes) - 1}: {RECODE}."
+        )
+    return y.astype(np.int64), len(classes)
+
+
+def _read_npz(path: Path, optional: tuple[str, ...]) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise DataError(f"There is no file {path}; give the path of an .npz file with the arrays x and y.")
+    try:
+        # np.load leaves a damaged file open if it is the one to open it
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+            arrays = {key: content[key] for key in content.files}
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        zlib.error,
+        zipfile.BadZipFile,
+    ) as error:
+        raise DataError(
+            f"{path} cannot be read as an .npz file of plain arrays ({error}); write it with "
+            "np.savez(path, x=x, y=y) and no arrays of objects."
+        ) from error
+    missing, strange = {"x", "y"} - set(arrays), set(arrays) - {"x", "y", *optional}
+    if missing or strange:
+        raise DataError(
+            f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected x and y"
+            f"{''.join(f', optionally {key}' for key in optional)}."
+        )
+    if any(array.ndim == 0 for array in arrays.values()):
+        raise DataError(f"{path} has an array without axes; expected one entry per sample in each.")
+    return arrays
+
+
+def _check_same(first: Path, expected: dict[str, np.ndarray], file: Path, content: dict[str, np.ndarray]) -> None:
+    if set(content) != set(expected):
+        raise DataError(
+            f"{file} has the arrays {', '.join(sorted(content))} but {first} has "
+            f"{', '.join(sorted(expected))}; give every client the same ones."
+        )
+    for key, array in content.items():
+        if len(array) != len(content["x"]):
+            raise DataError(
+                f"{file} has {len(content['x'])} samples in x but {len(array)} in {key}; give one for each."
+            )
+        other = expected[key]
+        if array.shape[1:] != other.shape[1:]:
+            raise DataError(
+                f"{file} has {key} of shape {array.shape[1:]} per sample but {first} has {other.shape[1:]}; "
+                "give every client the same shape."
+            )
+        # strings may differ in length; for numbers, the type decides on scaling and on the task
+        if array.dtype.kind != other.dtype.kind or (array.dtype.kind != "U" and array.dtype != other.dtype):
+            raise DataError(
+                f"{file} has {key} of type {array.dtype} but {first} has {other.dtype}; "
+                "give every client the same type."
+            )

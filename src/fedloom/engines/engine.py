@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all in-process engines share: who is asked, their memory, which replies are usable, and the books.
+
+An engine runs a *group* of clients of one architecture; the rest is here.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.clients.batching import Schedule, schedule
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Algorithm, Home, Program
+from fedloom.core.errors import RoundError
+from fedloom.core.random import seed_of, stream
+from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
+
+
+class Dropped(NamedTuple):
+    """A client whose reply was not used, and why."""
+
+    client: ClientId
+    program: str
+    reason: str
+
+
+@dataclass
+class Books:
+    """What an engine saw since the round began: refusals, bytes, and when (``time.perf_counter``)."""
+
+    dropped: list[Dropped] = field(default_factory=list)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    asked: int = 0
+    first_ask: float = 0.0
+    last_answer: float = 0.0
+    asking: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What the programs of a group gave: replies and new memory of the clients that got through."""
+
+    replies: PerClient
+    memories: PerClient
+
+
+class ClientFault(Exception):
+    """A client's program failed; the text says in which stage, why and on what."""
+
+
+class AbstractEngine(abc.ABC):
+    """``ask``, in terms of ``run_group``."""
+
+    name: str
+
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        self.federation = federation
+        self.algorithm = algorithm
+        self.config = config
+        self.seed = seed
+        self.memory: dict[ClientId, Tree] = {}
+        self.books = Books()
+        self._position = {client: row for row, client in enumerate(federation.roster)}
+        self._stage: int | str = 0
+        self._asks = 0
+        self._before: dict[ClientId, Tree | None] = {}
+
+    def begin(self, stage: int | str) -> None:
+        """A round (or an evaluation, an admission) begins: its name is part of the name of every random stream."""
+        self.books = Books()
+        self._stage, self._asks = stage, 0
+        self._before = {}
+
+    def rollback(self) -> None:
+        """Clients' memory as it was when the round began: for a round that did not come to its end."""
+        for client, memory in self._before.items():
+            if memory is None:
+                self.memory.pop(client, None)
+            else:
+                self.memory[client] = memory
+        self._before = {}
+
+    def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
+        mine = PerClient.of(mine)
+        wrong = faults(shared, "shared") + [f for _, tree in mine.groups for f in faults(tree, "mine")]
+        if wrong:
+            raise TypeError(f"{program.name} sends something that is not a tree of tensors: {'; '.join(wrong[:3])}")
+        self._asks += 1
+        start = time.perf_counter()
+        self.books.first_ask = self.books.first_ask or start
+        self.books.asked += len(mine)
+        self.books.bytes_down += num_bytes(shared) * len(mine) + sum(num_bytes(tree) for _, tree in mine.groups)
+        usable: list[tuple[Sequence[ClientId], Tree]] = []
+        for group in self._groups(mine):
+            for outcome in self._attempt(program, group, shared, mine):
+                usable += self._accept(program, shared, mine, outcome)
+        self.books.last_answer = time.perf_counter()
+        self.books.asking += self.books.last_answer - start
+        if mine and not usable:
+            last = self.books.dropped[-1]
+            raise RoundError(
+                f"No client of {len(mine)} gave a usable reply to {program.name} ({self._stage_name()}); the last one, "
+                f"{last.client}, {last.reason}. The last checkpoint is intact: mend the cause, then resume."
+            )
+        return self._merge(usable)
+
+    @abc.abstractmethod
+    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """Run the program for clients whose model, ``mine`` and memory have the same shapes."""
+
+    def home(self, client: ClientId, num_samples: Tensor, key: Tensor) -> Home:
+        """The surroundings of a client; under ``vmap`` the two tensors stand for those of the whole group."""
+        return Home(self.federation.roster[client].model, self.federation.task, self.config, num_samples, key)
+
+    def num_samples(self, clients: Sequence[ClientId]) -> Tensor:
+        """The sizes of the clients' training data, in the type that weights are computed in."""
+        counts = [len(self.federation.roster[client].rows["train"]) for client in clients]
+        return torch.tensor(counts, dtype=self.federation.dtype, device=self.federation.device)
+
+    def keys(self, program: Program, clients: Sequence[ClientId]) -> Tensor:
+        """The keys for draws inside this ask."""
+        seeds = [seed_of(*self._name(program, client), "draws") for client in clients]
+        return torch.tensor(seeds, dtype=torch.int64, device=self.federation.device)
+
+    def schedule(self, program: Program, client: ClientId) -> Schedule:
+        """The client's batches in this ask."""
+        split = program.batches.split if program.batches else "train"
+        rows = self.federation.roster[client].of(split)
+        return schedule(rows, program.batches, stream(*self._name(program, client), "batches"))
+
+    def recall(self, client: ClientId) -> Tree:
+        """The client's memory, begun at its first ask."""
+        if client not in self.memory:
+            model = self.federation.roster[client].model
+            first = self.algorithm.first_memory(model, self.config, seed_of(self.seed, client, "memory"))
+            self._remember(client, {"buffers": model.fresh_buffers(), **first})
+        return self.memory[client]
+
+    def _remember(self, client: ClientId, memory: Tree) -> None:
+        self._before.setdefault(client, self.memory.get(client))
+        self.memory[client] = memory
+
+    def _name(self, program: Program, client: ClientId) -> tuple[int | str, ...]:
+        return (self.seed, self._stage, client, program.name, self._asks)
+
+    def _groups(self, mine: PerClient) -> list[list[ClientId]]:
+        """Clients that can run as one stack, in the roster's order."""
+        alike: dict[Any, list[ClientId]] = {}
+        for number, (clients, _) in enumerate(mine.groups):
+            for client in sorted(clients, key=self._position.__getitem__):
+                shape = (number, self.federation.roster[client].model.spec, signature(self.recall(client)))
+                alike.setdefault(shape, []).append(client)
+        return list(alike.values())
+
+    def _attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
+        """Run a group; if it fails, run its clients one by one, so that only the faulty ones are lost."""
+        try:
+            return [self.run_group(program, group, shared, mine)]
+        except Exception as error:
+            if len(group) > 1:
+                return [outcome for c in group for outcome in self._attempt(program, [c], shared, mine)]
+            reason = str(error) if isinstance(error, ClientFault) else f"raised {type(error).__name__}: {error}"
+            self.books.dropped.append(Dropped(group[0], program.name, reason))
+            return []
+
+    def _accept(
+        self, program: Program, shared: Tree, mine: PerClient, outcome: Outcome
+    ) -> list[tuple[Sequence[ClientId], Tree]]:
+        """Keep the usable replies and the memory that goes with them; write down the others."""
+        usable: list[tuple[Sequence[ClientId], Tree]] = []
+        for clients, replies in outcome.replies.groups:
+            self.books.bytes_up += num_bytes(replies)
+            expected = program.expects(shared, mine[clients[0]])
+            reasons = refusals(expected, replies, len(clients))
+            good = [c for c, reason in zip(clients, reasons) if reason is None]
+            self.books.dropped += [Dropped(c, program.name, r) for c, r in zip(clients, reasons) if r is not None]
+            for client in good:
+                self._remember(client, outcome.memories[client])
+            if good:
+                usable.append((good, outcome.replies.pick(good)))
+        return usable
+
+    def _merge(self, groups: list[tuple[Sequence[ClientId], Tree]]) -> PerClient:
+        """Replies of one shape as one stack in the roster's order, so that no sum depends on how clients were run."""
+        alike: dict[Any, list[tuple[Sequence[ClientId], Tree]]] = {}
+        for clients, tree in groups:
+            shape = tuple((path, tuple(leaf.shape[1:])) for path, leaf in leaves(tree))
+            alike.setdefault(shape, []).append((clients, tree))
+        merged = []
+        for parts in alike.values():
+            clients = [client for members, _ in parts for client in members]
+            tree = parts[0][1] if len(parts) == 1 else tree_map(lambda *t: torch.cat(t), *(t for _, t in parts))
+            order = sorted(range(len(clients)), key=lambda row: self._position[clients[row]])
+            if order != list(range(len(clients))):
+                clients, tree = [clients[row] for row in order], tree_map(lambda leaf, order=order: leaf[order], tree)
+            merged.append((clients, tree))
+        return PerClient(merged)
+
+    def _stage_name(self) -> str:
+        return f"round {self._stage}" if isinstance(self._stage, int) else str(self._stage)
+
+
+def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
+    """For each of a stack of replies why it cannot be used, or None. One transfer from the device for all."""
+    wrong = faults(replies, "reply")
+    if wrong:
+        return [f"replied with something that is not a tree of tensors: {wrong[0]}"] * number
+    wanted = dict(signature(expected))
+    got = {path: tuple(leaf.shape[1:]) for path, leaf in leaves(replies)}
+    for path in [*wanted, *got]:
+        if wanted.get(path) != got.get(path):
+            return [f"replied with shape {got.get(path)} for {path}; expected {wanted.get(path)}"] * number
+    if not got:
+        return [None] * number
+    finite = torch.stack([leaf.isfinite().reshape(number, -1).all(1) for _, leaf in leaves(replies)]).all(0)
+    return [None if fine else "replied with NaN or Inf" for fine in finite.tolist()]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between a loom and a roster: weaving models for clients, and pulling their replies back through the loom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedloom.core.contract import Setup
+from fedloom.core.errors import NeedsError
+from fedloom.core.trees import ClientId, Params, PerClient
+
+
+class Loom(Protocol):
+    """From embeddings to parameters, per architecture."""
+
+    @property
+    def targets(self) -> Mapping[str, Any]: ...
+    def __call__(self, params: Params, embeddings: Tensor, target: str) -> Tensor: ...
+    def flatten(self, params: Params, target: str) -> Tensor: ...
+    def unflatten(self, vectors: Tensor, target: str) -> dict[str, Tensor]: ...
+
+
+def weave(setup: Setup[Any], loom: Loom, phi: Params, embeddings: Tensor, clients: Sequence[ClientId]) -> PerClient:
+    """theta_i = h(v_i; phi) for every client; row i of ``embeddings`` is the i-th client's."""
+    row = {client: i for i, client in enumerate(clients)}
+    groups = []
+    with torch.no_grad():
+        for spec, members in setup.by_model(clients).items():
+            if str(spec) not in loom.targets:
+                raise NeedsError(
+                    f"The loom weaves {', '.join(loom.targets)}; client {members[0]} has {spec}. "
+                    "Admit it with an architecture that took part in training."
+                )
+            vectors = loom(phi, embeddings[[row[m] for m in members]], str(spec))
+            groups.append((members, {"params": loom.unflatten(vectors, str(spec))}))
+    return PerClient(groups)
+
+
+def pull_back(
+    setup: Setup[Any],
+    loom: Loom,
+    phi: Params,
+    embeddings: Tensor,
+    clients: Sequence[ClientId],
+    replies: PerClient,
+    *,
+    through_loom: bool = True,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The mean pseudo-gradient of ``replies`` as gradients of phi and of the embeddings, in one product.
+
+    The forward pass is done anew from the parameters given. Without ``through_loom`` the loom is frozen.
+    """
+    row = {client: i for i, client in enumerate(clients)}
+    table = embeddings.detach().requires_grad_()
+    weights = {name: value.detach().requires_grad_(through_loom) for name, value in phi.items()}
+    woven, pseudo_grads = [], []
+    for members, reply in replies.groups:
+        target = str(setup.models[members[0]].spec)
+        woven.append(loom(weights, table[[row[m] for m in members]], target))
+        pseudo_grads.append(-loom.flatten(reply["delta"], target) / len(replies))
+    wanted = [table, *(weights.values() if through_loom else ())]
+    # a head that no reply went through has a gradient of zero: decay and momentum still act on it
+    grads = torch.autograd.grad(woven, wanted, pseudo_grads, allow_unused=True, materialize_grads=True)
+    return dict(zip(weights, grads[1:])), grads[0]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Federated evaluation: each client tries what it would deploy on its own data and tells sums.
+
+It is an ask like any other: it runs on every engine, and it knows of a method only its predictor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent
+from fedloom.core.trees import ClientId, Tree
+
+
+class Score(NamedTuple):
+    """A client's result on a split: means over its samples."""
+
+    loss: float
+    metric: float
+    samples: int
+
+
+def evaluate(
+    algorithm: Algorithm,
+    sent: Callable[[Sequence[ClientId]], Sent],
+    clients: Sequence[ClientId],
+    split: str,
+    ask: Ask,
+    *,
+    batch_size: int = 256,
+    at_once: int = 100,
+) -> dict[ClientId, Score]:
+    """The scores of ``clients``, which must have samples in ``split``; ``sent(clients)`` is what they deploy.
+
+    ``at_once`` bounds how many models exist at a time.
+    """
+    program = evaluation_program(algorithm, split, batch_size)
+    scores: dict[ClientId, Score] = {}
+    for start in range(0, len(clients), at_once):
+        shared, mine = sent(clients[start : start + at_once])
+        for members, reply in ask(program, shared, mine).groups:
+            columns = (reply[name].tolist() for name in ("loss", "metric", "samples"))
+            for client, loss, metric, samples in zip(members, *columns):
+                scores[client] = Score(loss / samples, metric / samples, round(samples))
+    return scores
+
+
+def evaluation_program(algorithm: Algorithm, split: str, batch_size: int) -> Program:
+    """One pass over a split, nothing changed."""
+    batches = Batches(split, batch_size, epochs=1, shuffle=False)
+    init, step = partial(_init, algorithm), partial(_step, algorithm)
+    return Program(f"evaluate.{split}", init, step, _final, batches, _expects)
+
+
+class _Sums(NamedTuple):
+    deployed: Tree
+    loss: Tensor
+    metric: Tensor
+    samples: Tensor
+
+
+def _init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> _Sums:
+    zero = torch.zeros_like(home.num_samples)
+    return _Sums(algorithm.client_deploy(home, shared, mine, memory), zero, zero, zero)
+
+
+def _step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: Batch) -> _Sums:
+    outputs = algorithm.predict(home, carry.deployed, batch.x)
+    return carry._replace(
+        loss=carry.loss + batch.sum(home.task.loss(outputs, batch.y)),
+        metric=carry.metric + batch.sum(home.task.metric(outputs, batch.y)),
+        samples=carry.samples + batch.mask.sum(),
+    )
+
+
+def _final(home: Home, shared: Tree, carry: _Sums, memory: Tree) -> tuple[Tree, Tree]:
+    return {"loss": carry.loss, "metric": carry.metric, "samples": carry.samples}, memory
+
+
+def _expects(shared: Tree, mine: Tree) -> Tree:
+    number = torch.empty(())
+    return {"loss": number, "metric": number, "samples": number}

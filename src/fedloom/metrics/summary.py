@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of many clients as named numbers: ``deployed/participants/test/accuracy`` and its like.
+
+The parts of a name: whose model (``deployed``: what each client would use), which clients (``participants`` or
+``unseen``), which split, which metric. The plain metric is the mean over clients, each counted once (pFedHN's
+"federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over clients; ``_worst10`` and
+``_best10`` are the means over the tenth of the clients that fare worst and best, one client at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedloom.core.task import Task
+from fedloom.metrics.evaluation import Score
+
+
+def summarise(scores: Mapping[str, Score], task: Task, clients: str, split: str) -> dict[str, float]:
+    """The named numbers of a set of scores; none for no scores."""
+    if not scores:
+        return {}
+    values = np.array([score.metric for score in scores.values()])
+    weights = np.array([score.samples for score in scores.values()], dtype=float)
+    ranked = np.sort(values) if task.higher_is_better else np.sort(values)[::-1]
+    tenth = max(1, len(values) // 10)
+    stem = f"deployed/{clients}/{split}"
+    name = f"{stem}/{task.metric_name}"
+    return {
+        name: float(values.mean()),
+        f"{name}_pooled": float(values @ weights / weights.sum()),
+        f"{name}_std": float(values.std()),
+        f"{name}_worst10": float(ranked[:tenth].mean()),
+        f"{name}_best10": float(ranked[-tenth:].mean()),
+        f"{stem}/loss": float(np.mean([score.loss for score in scores.values()])),
+    }

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any ``nn.Module`` as pure functions of its parameters, for one client or a stack of them.
+
+Two things keep a plain module from running for a padded stack of clients: BatchNorm, whose statistics must leave
+padding out, and dropout, whose masks must not depend on how clients are scheduled. Both are replaced at the moment
+they are called (``torch.nn.functional.batch_norm`` and ``dropout*``), so the module itself stays as its author wrote
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from fedloom.core.errors import ConfigError
+from fedloom.core.random import fold, uniform
+from fedloom.core.trees import Params, Tree
+from fedloom.models.spec import ModelSpec
+
+
+class Model:
+    """A target network: see ``core.contract.Model`` for what each member is."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.spec = spec
+        self.device, self.dtype = torch.device(device), dtype
+        self.num_outputs = spec.num_outputs
+        module = _seeded_build(spec, 0).to(self.device, dtype)
+        self._eval, self._train = copy.deepcopy(module).eval(), module.train()
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        self.head = _head(module)
+        self._buffers = {n: b.detach().clone() for n, b in self._eval.named_buffers()}
+        self._special = self._probe()
+
+    def init(self, seed: int) -> dict[str, Tensor]:
+        module = _seeded_build(self.spec, seed)
+        return {name: p.detach().to(self.device, self.dtype) for name, p in module.named_parameters()}
+
+    def fresh_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    def train(
+        self, params: Params, buffers: Tree, x: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        after = {name: buffer.clone() for name, buffer in buffers.items()}  # updated in place below
+        if not self._special:
+            return functional_call(self._train, (dict(params), after), (x,)), after
+        with _Replaced(mask, key):
+            return functional_call(self._train, (dict(params), after), (x,)), after
+
+    def __call__(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(self._eval, (dict(params), dict(buffers)), (x,))
+        return outputs
+
+    def module(self, params: Params, buffers: Tree) -> nn.Module:
+        """The module itself with these parameters, in evaluation mode: what a user deploys."""
+        module = copy.deepcopy(self._eval)
+        module.load_state_dict({**params, **buffers})
+        return module
+
+    @cached_property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(p.numel() for p in self._eval.parameters())
+
+    def _probe(self) -> set[str]:
+        """The replaced functions that a forward pass calls. Refuses modules that cannot be run exactly."""
+        for name, layer in self._train.named_modules():
+            if isinstance(layer, _BatchNorm) and (layer.momentum is None or not layer.track_running_stats):
+                raise ConfigError(
+                    f"{self.spec}: layer {name} is a BatchNorm with momentum=None or track_running_stats=False; its "
+                    "result depends on how data are batched. Use the defaults of both."
+                )
+        x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.dtype)
+        mask = torch.ones(2, dtype=torch.bool, device=self.device)
+        with (
+            _Replaced(mask, torch.zeros((), dtype=torch.int64, device=self.device)) as replaced,
+            torch.no_grad(),
+        ):
+            state: dict[str, Tensor] = {**dict(self._train.named_parameters()), **self.fresh_buffers()}
+            try:
+                outputs = functional_call(self._train, state, (x,))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise ConfigError(
+                    f"{self.spec} cannot take data of shape {self.spec.input_shape}: {str(error).splitlines()[0]} "
+                    "Choose another --model, or options that fit."
+                ) from error
+        if not isinstance(outputs, Tensor) or outputs.shape != (2, self.num_outputs):
+            got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ConfigError(
+                f"{self.spec} gives {got} for two samples; expected (2, {self.num_outputs}), one row each. "
+                "Give the network num_outputs outputs."
+            )
+        called: set[str] = replaced.called
+        return called
+
+
+def _seeded_build(spec: ModelSpec, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return spec.build()
+
+
+def _head(module: nn.Module) -> frozenset[str]:
+    """The parameters of the layer that the class names as ``head``, else of the last layer that has any."""
+    layer = getattr(type(module), "head", None)
+    if layer is None:
+        layer = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
+    names = frozenset(n for n, _ in module.named_parameters() if n.startswith(f"{layer}.") or not layer)
+    if not names:
+        raise ConfigError(f"{type(module).__name__}.head is {layer!r}, which names no layer with parameters.")
+    return names
+
+
+class _Replaced(TorchFunctionMode):
+    """Within it, BatchNorm leaves masked samples out and dropout draws from ``key``."""
+
+    def __init__(self, mask: Tensor, key: Tensor) -> None:
+        super().__init__()
+        self.mask, self.key = mask, key
+        self.called: set[str] = set()
+        self.layers = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            self.called.add("batch_norm")
+            return _batch_norm(self.mask, *args, **kwargs)
+        if func in _DROPOUTS:
+            self.called.add("dropout")
+            self.layers += 1
+            return _DROPOUTS[func](fold(self.key, self.layers), *args, **kwargs)
+        if func in _RANDOM or _dropout_rate(func, args, kwargs) > 0:
+            raise ConfigError(
+                f"the model calls {func.__name__}, which draws from torch's global generator, so that results would "
+                "depend on the order of clients. Use dropout layers, or MultiheadAttention with dropout=0."
+            )
+        return func(*args, **kwargs)
+
+
+def _batch_norm(
+    mask: Tensor,
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.batch_norm`` whose statistics are those of the unmasked samples."""
+    channels = (1, -1) + (1,) * (x.dim() - 2)
+    mean, var = running_mean, running_var
+    if training:
+        real = mask.reshape(-1, *(1,) * (x.dim() - 1)).to(x.dtype)
+        count = real.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
+        over = [d for d in range(x.dim()) if d != 1]
+        mean = (x * real).sum(over) / count
+        var = ((x - mean.reshape(channels)).square() * real).sum(over) / count
+        unbiased = var.detach() * count / (count - 1).clamp(min=1)
+        running_mean.copy_((1 - momentum) * running_mean + momentum * mean.detach())
+        running_var.copy_((1 - momentum) * running_var + momentum * unbiased)
+    y = (x - mean.reshape(channels)) * torch.rsqrt(var.reshape(channels) + eps)
+    if weight is not None:
+        y = y * weight.reshape(channels)
+    return y if bias is None else y + bias.reshape(channels)
+
+
+def _keep(key: Tensor, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    return (uniform(key, shape, x.dtype) >= p).to(x.dtype)
+
+
+def _dropout(key: Tensor, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return input * _keep(key, input, p, tuple(input.shape)) / max(1.0 - p, 1e-12) if training and p else input
+
+
+def _channel_dropout(
+    key: Tensor, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
+    return input * _keep(key, input, p, shape) / max(1.0 - p, 1e-12) if training and p else input
+
+
+def _alpha_dropout(key: Tensor, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    if not (training and p):
+        return input
+    low = -1.7580993408473766  # SELU's negative limit, to which dropped units are set (Klambauer et al. 2017)
+    scale = ((1.0 - p) * (1.0 + p * low**2)) ** -0.5
+    keep = _keep(key, input, p, tuple(input.shape))
+    dropped: Tensor = scale * (input * keep + low * (1.0 - keep)) - scale * low * p
+    return dropped
+
+
+_DROPOUTS: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    F.dropout1d: _channel_dropout,
+    F.dropout2d: _channel_dropout,
+    F.dropout3d: _channel_dropout,
+    F.alpha_dropout: _alpha_dropout,
+}
+
+_RANDOM = {
+    F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d, F.fractional_max_pool3d,
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.bernoulli, torch.multinomial, torch.normal, Tensor.bernoulli, Tensor.multinomial,
+}  # fmt: skip
+
+
+def _dropout_rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The dropout inside of torch's attention functions, which cannot be replaced from outside."""
+    at = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
+    if at is None or not kwargs.get("training", True):
+        return 0.0
+    return float(args[at] if len(args) > at else kwargs.get("dropout_p", 0.0))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for target networks: ``lenet``, ``lenet:kernels=8``, ``mlp:hidden=128x64``, ``package.module:Class:width=3``.
+
+Networks of fedloom's own are found by scanning ``zoo/``; any ``nn.Module`` is named by its import path. A class is
+called with ``input_shape`` and ``num_outputs``, if it takes them, and the options of the name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.models import zoo
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that fixes an architecture; clients with equal specs can be trained as one stack."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    input_shape: tuple[int, ...]
+    num_outputs: int
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(f"{key}={_text(value)}" for key, value in self.options)])
+
+    def build(self) -> nn.Module:
+        """The module, initialised by the global generator of torch."""
+        network = network_class(self.name)
+        wanted = inspect.signature(network).parameters
+        given = {"input_shape": self.input_shape, "num_outputs": self.num_outputs}
+        given = {name: value for name, value in given.items() if _takes(wanted, name)}
+        for name, _ in self.options:
+            if not _takes(wanted, name):
+                raise unknown(f"option of {self.name}", name, [p for p in wanted if p not in given and p != "self"])
+        module = network(**given, **dict(self.options))
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{self.name} gives a {type(module).__name__}; --model needs a torch.nn.Module class.")
+        return module
+
+
+def parse(text: str, input_shape: tuple[int, ...], num_outputs: int) -> ModelSpec:
+    """The spec that ``text`` names, checked for existence."""
+    name, *rest = text.strip().split(":")
+    if rest and "=" not in rest[0]:
+        name = f"{name}:{rest.pop(0)}"
+    network_class(name)
+    options = []
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--model {text}: {part!r} is not of the form option=value. Write e.g. lenet:kernels=8.")
+        options.append((key.replace("-", "_"), _value(value)))
+    return ModelSpec(name, tuple(sorted(options)), tuple(input_shape), num_outputs)
+
+
+@cache
+def networks() -> Mapping[str, type[nn.Module]]:
+    """fedloom's own networks by name."""
+    found: dict[str, type[nn.Module]] = {}
+    for module in pkgutil.iter_modules(zoo.__path__):
+        for member in vars(importlib.import_module(f"{zoo.__name__}.{module.name}")).values():
+            if (
+                isinstance(member, type)
+                and issubclass(member, nn.Module)
+                and isinstance(member.__dict__.get("name"), str)
+            ):
+                found[member.__dict__["name"]] = member
+    return dict(sorted(found.items()))
+
+
+def network_class(name: str) -> Any:
+    """The class (or function) that builds the network of that name."""
+    if ":" not in name:
+        if name not in networks():
+            raise unknown("model", name, networks())
+        return networks()[name]
+    return import_path(name, "--model")
+
+
+def import_path(path: str, what: str) -> Any:
+    """The object at ``package.module:Name``."""
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigError(f"{what} {path}: cannot import {module!r} ({error}). Check the path or install it.") from None
+    except AttributeError:
+        raise ConfigError(f"{what} {path}: {module!r} has no {attribute!r}. Check the name after the colon.") from None
+
+
+def _takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _value(text: str) -> Any:
+    """A number, a tuple of whole numbers written 128x64, true or false, or the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return tuple(int(part) for part in text.split("x") if part) if "x" in text else int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _text(value: Any) -> str:
+    return "x".join(map(str, value)) + ("x" if len(value) == 1 else "") if isinstance(value, tuple) else str(value)

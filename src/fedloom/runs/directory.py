@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run directory::
+
+    RUN/
+      config.yaml          the resolved config: the file that repeats the run
+      environment.json     what it ran on
+      metrics.jsonl        one JSON object per line and round
+      checkpoints/round-000012/{state.safetensors, memory.safetensors, meta.json}
+      summary.json         written at the end, or when interrupted
+      lock                 held while a process works on it
+
+Whoever writes holds ``lock()``; readers need no lock, and never see half a file.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from fedloom.core.errors import RunError
+from fedloom.runs import files
+from fedloom.runs.checkpoint import FORMAT, MEMORY, META, STATE, Checkpoint, digest, pack, unpack
+from fedloom.runs.lock import LOCK, locked
+
+if TYPE_CHECKING:
+    from fedloom.core.trees import ClientId, Tree
+
+CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
+_ROUND = re.compile(r"round-(\d{6,})")
+
+
+class RunDirectory:
+    """A directory with the layout above, and its config."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = dict(config)
+
+    @classmethod
+    def create(cls, path: Path | str, config: Mapping[str, Any], *, need_bytes: int = 0) -> RunDirectory:
+        """A new run in a new or empty directory, on a disk that has ``need_bytes`` left."""
+        path = Path(path)
+        with files.writing(path):
+            _check_space(path, need_bytes)
+            path.mkdir(parents=True, exist_ok=True)
+            _check_empty(path)  # before a lock is put into what may be somebody's directory
+        text = yaml.safe_dump(dict(config), sort_keys=False)
+        with locked(path):
+            _check_empty(path)  # again: another process may have been quicker
+            files.write_file(path / CONFIG, text.encode())
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDirectory:
+        """A run that is there."""
+        file = Path(path) / CONFIG
+        if not file.is_file():
+            raise RunError(f"{path} is not a run directory: it has no {CONFIG}; give the --out of a run.")
+        try:
+            config = yaml.safe_load(file.read_bytes())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RunError(f"Cannot read {file}: it is damaged or not readable; restore it.") from error
+        if not isinstance(config, dict):
+            raise RunError(f"{file} holds no mapping of options to values; restore it.")
+        return cls(Path(path), config)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory; what an earlier, killed holder left half done is removed first."""
+        with locked(self.path):
+            with files.writing(self.path):
+                files.sweep(self.path)
+                files.sweep(self._checkpoints)
+                files.cut_torn_line(self._metrics)
+            yield
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record of a round; NaN and infinities become null."""
+        files.append(self._metrics, files.to_json(record))
+
+    def records(self) -> list[dict[str, Any]]:
+        """All records; a last line that a killed process did not finish is left out."""
+        if not self._metrics.exists():
+            return []
+        *lines, _ = self._metrics.read_bytes().split(b"\n")
+        return [self._record(number, line) for number, line in enumerate(lines, start=1)]
+
+    def rewind(self, round: int) -> None:
+        """Go back to the end of ``round``: drop later records and checkpoints, for resuming from there."""
+        # In this order, so that when killed in between, no checkpoint lacks its records or its best one.
+        for later in reversed(self.checkpoints()):
+            if later > round:
+                files.remove_folder(self._folder(later))
+        kept = [record for record in self.records() if record.get("round", 0) <= round]
+        files.write_file(self._metrics, b"".join(files.to_json(record) for record in kept))
+
+    def save(
+        self,
+        round: int,
+        state: Tree,
+        memory: Mapping[ClientId, Tree],
+        meta: Mapping[str, Any],
+        *,
+        best: bool,
+        keep: int = 2,
+    ) -> Path:
+        """Save the end of ``round``. The newest ``keep`` checkpoints and the best one stay, others go."""
+        contents, facts = pack(state, memory)
+        best_round = round if best else self.best_round()
+        own = {"round": round, "best": best_round, "method": self.config.get("method"), **facts}
+        files.sync_file(self._metrics)  # so that no checkpoint outlives the records that lead to it
+        files.write_folder(self._folder(round), {**contents, META: files.to_json({**meta, **own}, indent=1)})
+        saved = self.checkpoints()
+        for old in saved[: -max(keep, 1)]:
+            if old != best_round:
+                files.remove_folder(self._folder(old))
+        return self._folder(round)
+
+    def load(self, which: Literal["last", "best"] | int = "last") -> Checkpoint:
+        """A checkpoint, verified. Tensors are on the CPU."""
+        round = self._which(which)
+        meta = self._meta(round)
+        contents = {name: self._verified(round, name, meta) for name in (STATE, MEMORY)}
+        try:
+            state, memory = unpack(contents, meta["layout"])
+        except Exception as error:  # whatever is wrong with it, the file is at fault
+            raise self._unusable(round, META, "does not describe the files beside it") from error
+        return Checkpoint(round, state, memory, meta)
+
+    def checkpoints(self) -> list[int]:
+        """The rounds with a checkpoint, oldest first."""
+        found = (_ROUND.fullmatch(file.parent.name) for file in self._checkpoints.glob(f"*/{META}"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Keep what the run runs on (``environment.environment``)."""
+        files.write_file(self.path / ENVIRONMENT, files.to_json(environment, indent=2))
+
+    def environment(self) -> dict[str, Any] | None:
+        """What the run ran on, if it was kept."""
+        return _json_if_there(self.path / ENVIRONMENT)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Keep the outcome of the run."""
+        files.write_file(self.path / SUMMARY, files.to_json(summary, indent=2))
+
+    def summary(self) -> dict[str, Any] | None:
+        """The outcome of the run, once there is one."""
+        return _json_if_there(self.path / SUMMARY)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def _folder(self, round: int) -> Path:
+        return self._checkpoints / f"round-{round:06d}"
+
+    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            return files.from_json(line)
+        except ValueError as error:
+            raise RunError(
+                f"Line {number} of {self._metrics} is not a JSON object; remove that line to use the others."
+            ) from error
+
+    def best_round(self) -> int | None:
+        """The round of the best checkpoint, if any was evaluated."""
+        saved = self.checkpoints()
+        return self._meta(saved[-1])["best"] if saved else None
+
+    def _which(self, which: Literal["last", "best"] | int) -> int:
+        saved = self.checkpoints()
+        if not saved:
+            raise RunError(f"{self.path} has no checkpoint; start the run again from its {CONFIG} with another --out.")
+        if which == "last":
+            return saved[-1]
+        wanted = self.best_round() if which == "best" else which
+        if wanted is None:
+            raise RunError(f"{self.path} has no best checkpoint, as nothing was evaluated; use the last one.")
+        if wanted not in saved:
+            raise RunError(
+                f"{self.path} has no checkpoint of round {wanted}; choose from: {', '.join(map(str, saved))}."
+            )
+        return wanted
+
+    def _meta(self, round: int) -> dict[str, Any]:
+        """The description of a checkpoint, if it is one of this run and of a format that we know."""
+        try:
+            meta = files.from_json((self._folder(round) / META).read_bytes())
+        except (OSError, ValueError) as error:
+            raise self._unusable(round, META, "is damaged") from error
+        if not {"format", "round", "best", "method", "sha256", "layout"} <= set(meta):
+            raise self._unusable(round, META, "is not of a fedloom checkpoint")
+        if meta["format"] != FORMAT:
+            raise self._unusable(round, META, f"has format {meta['format']!r} where this fedloom knows {FORMAT}")
+        if meta["round"] != round:
+            raise self._unusable(round, META, f"is of round {meta['round']!r}")
+        if meta["method"] != self.config.get("method"):
+            raise self._unusable(
+                round, META, f"is of the method {meta['method']!r} in a run of {self.config.get('method')!r}"
+            )
+        return meta
+
+    def _verified(self, round: int, name: str, meta: Mapping[str, Any]) -> bytes:
+        try:
+            data = (self._folder(round) / name).read_bytes()
+        except OSError as error:
+            raise self._unusable(round, name, "is missing or not readable") from error
+        if digest(data) != meta["sha256"].get(name):
+            raise self._unusable(round, name, f"is damaged (its SHA-256 is not the one in {META})")
+        return data
+
+    def _unusable(self, round: int, name: str, fault: str) -> RunError:
+        older = [saved for saved in self.checkpoints() if saved < round]
+        folder = self._folder(round)
+        if older:
+            advice = f"remove the folder {folder.name} to go on from {self._folder(older[-1]).name}"
+        else:
+            advice = f"there is no older one, so start the run again from its {CONFIG} with another --out"
+        return RunError(f"Checkpoint file {folder / name} {fault}; {advice}.")
+
+
+def _json_if_there(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return files.from_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"Cannot read {path}: it is damaged or not readable; restore or remove it.") from error
+
+
+def _check_space(path: Path, need_bytes: int) -> None:
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < need_bytes:
+        raise RunError(
+            f"The disk of {path} has {free / 1e6:,.0f} MB left, and the run needs about "
+            f"{need_bytes / 1e6:,.0f} MB; free some space or give another --out."
+        )
+
+
+def _check_empty(path: Path) -> None:
+    """Refuse a directory that holds anything but what a start that was killed left."""
+    names = sorted(one.name for one in path.iterdir() if one.name != LOCK and not one.name.startswith(files.TEMPORARY))
+    if CONFIG in names:
+        raise RunError(f"{path} already holds a run; give another --out, or go on with it: `fedloom resume {path}`.")
+    if names:
+        raise RunError(f"{path} is not empty (it holds {names[0]!r}); give another --out: a new or empty directory.")

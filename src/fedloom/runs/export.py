@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's model as files that need no run directory: safetensors, and a loader of three lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import safetensors.torch
+
+from fedloom.core.trees import Tree
+from fedloom.models.spec import ModelSpec
+from fedloom.runs.files import write_file
+
+
+def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str) -> Path:
+    """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = "client-" + re.sub(r"[^A-Za-z0-9._-]", "_", client)
+    weights = {**deployed["params"], **deployed["buffers"]}
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
+    path = folder / f"{stem}.safetensors"
+    write_file(path, safetensors.torch.save(weights, metadata))
+    loader = (
+        "from pathlib import Path\n"
+        "from fedloom.models.load import load_model\n"
+        f'model = load_model(Path(__file__).with_suffix(".safetensors"), {str(spec)!r}, '
+        f"input_shape={spec.input_shape}, num_outputs={spec.num_outputs})\n"
+    )
+    write_file(folder / f"{stem}.py", loader.encode())
+    return path

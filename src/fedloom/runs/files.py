@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders that are there as a whole or not at all, whenever the process is killed.
+
+New content is written beside its place under a hidden name, brought to the disk, and then renamed. What a
+killed process leaves under such names is removed by ``sweep``, which only the holder of the lock may call.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.errors import RunError
+
+TEMPORARY = ".tmp-"  # may be removed
+ASIDE = ".old-"  # was moved out of the way: to be put back if its successor never came
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Any failure of the disk in here is the one-sentence error about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space" if full else "make it writable or give another --out"
+        raise RunError(
+            f"Cannot write {path}: {error.strerror or error}; {advice} and try again, what was saved before is intact."
+        ) from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path``, over what is there."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    with writing(path):
+        try:
+            _write(temporary, data)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """Put a folder of ``files`` at ``path``, in place of what is there."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    with writing(path):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for name, data in files.items():
+                _write(temporary / name, data)
+            _sync_folder(temporary)
+            _move_in(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def append(path: Path, line: bytes) -> None:
+    """Add a line in one write. If it does not fit, nothing of it stays."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while line:  # once; after a short write the next attempt says why
+                line = line[file.write(line) :]
+        except BaseException:
+            file.truncate(before)
+            raise
+
+
+def sync_file(path: Path) -> None:
+    """Bring to the disk what was appended to a file, if it is there."""
+    if path.exists():
+        with writing(path), path.open("ab") as file:
+            os.fsync(file.fileno())
+
+
+def cut_torn_line(path: Path) -> None:
+    """Drop what follows the last line break: a line that a killed process did not finish."""
+    if path.exists():
+        whole = path.read_bytes().rpartition(b"\n")
+        if whole[2]:
+            os.truncate(path, len(whole[0]) + len(whole[1]))
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that nobody ever sees a part of it."""
+    with writing(path):
+        hidden = path.with_name(TEMPORARY + path.name)
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half done in ``folder``. Only for the holder of the lock."""
+    for old in folder.glob(f"{ASIDE}*"):
+        place = old.with_name(old.name.removeprefix(ASIDE))
+        if place.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(place)
+    for left in folder.glob(f"{TEMPORARY}*"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def to_json(value: Any, indent: int | None = None) -> bytes:
+    """One JSON value and a line break; numbers that JSON does not know (NaN, infinities) are null."""
+    return (json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n").encode()
+
+
+def from_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``; a ValueError if it is not one."""
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    if sys.platform == "win32":  # which cannot open folders, and does this by itself
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_in(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``. It cannot go over a full folder, so that one steps aside first."""
+    if not path.exists():
+        new.rename(path)
+        return
+    aside = path.with_name(ASIDE + path.name)
+    path.rename(aside)
+    try:
+        new.rename(path)
+    except BaseException:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is made of: the options that every method shares. The method's own ``Config`` stands beside them, flat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedloom.core.config import check, option
+from fedloom.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Federation, schedule and machine."""
+
+    dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
+    data_root: str | None = option(None, "Where published files lie; without it, the variable FEDLOOM_DATA.")
+    partition: str = option("classes:2", "How samples are split over clients: see `fedloom datasets`.")
+    clients: int = option(20, "Clients that take part in training.", low=1)
+    unseen: float = option(0.0, "Clients held out of training: a count, or a share of all clients.", low=0)
+    unseen_partition: str | None = option(None, "Another partition for the unseen clients, e.g. dirichlet:1.")
+    unseen_shift: str | None = option(None, "A change of the unseen clients' images, e.g. blur or rotation.")
+    unseen_shift_strength: float | None = option(None, "Its strength; without it, drawn for each image.")
+    val_share: float = option(0.15, "Share of the training data kept for validation.", low=0, high=0.9)
+    test_share: float = option(0.15, "Share kept for testing, for data without a published test set.", low=0, high=0.9)
+    task: str = option("auto", "classification, regression, a task's import path, or auto: by the labels.")
+    model: str = option(
+        "auto", "A network, several separated by commas (clients take them in turn), or an import path."
+    )
+    rounds: int = option(100, "Rounds of training.", low=0)
+    cohort: int = option(0, "Clients asked in a round; 0: as many as the method's paper does.", low=0)
+    engine: str = option("auto", "auto, sequential, vectorised or loopback.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
+    seed: int = option(0, "Seed of everything random.", low=0)
+    eval_every: int = option(0, "Rounds between evaluations; 0: twenty in a run.", low=0)
+    eval_clients: int = option(0, "Clients evaluated each time, drawn by the seed; 0: all.", low=0)
+    keep: int = option(2, "Checkpoints kept besides the best.", low=1)
+    tracker: str | None = option(None, "tensorboard, mlflow or wandb.")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.cohort > self.clients:
+            raise ConfigError(
+                f"--cohort is {self.cohort}, but there are {self.clients} clients; ask at most as many as there are."
+            )

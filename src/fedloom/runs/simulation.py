@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in this process: built from options, trained round by round, brought back from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom import algorithms
+from fedloom.clients.federation import Federation, federate
+from fedloom.clients.partition import Partition, partition
+from fedloom.clients.shift import apply_shift
+from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
+from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.random import stream
+from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.core.trees import ClientId, Tree, flatten
+from fedloom.data.arrays import Arrays
+from fedloom.engines.auto import ENGINES, choose
+from fedloom.metrics.evaluation import Score, evaluate
+from fedloom.metrics.summary import summarise
+from fedloom.models.model import Model
+from fedloom.models.spec import import_path, parse
+from fedloom.runs.options import RunOptions
+
+
+def split(options: RunOptions, arrays: Arrays) -> Partition:
+    """Who holds which samples."""
+    return partition(
+        arrays.y,
+        options.partition,
+        options.clients,
+        options.seed,
+        split=arrays.split,
+        groups=arrays.groups,
+        unseen=options.unseen,
+        unseen_scheme=options.unseen_partition,
+        val_share=options.val_share,
+        test_share=options.test_share,
+    )
+
+
+class Simulation:
+    """Everything of a run that lives in memory. ``state`` and the engine's memory are all that changes."""
+
+    def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
+        self.method, self.config, self.arrays = method, config, arrays
+        self.algorithm: Algorithm = algorithms.get(method)
+        self.partition = split(options, arrays)
+        self.federation = _federation(options, arrays, self.partition)
+        participants = self.federation.participants
+        cohort = min(options.cohort or self.algorithm.cohort, len(participants))
+        models = self.federation.models.values()
+        engine, self.engine_reason = choose(options.engine, self.federation.device, models, cohort)
+        device = str(self.federation.device)
+        self.options = replace(options, clients=len(participants), cohort=cohort, engine=engine, device=device)
+        self.setup: Setup[Any] = Setup(
+            config,
+            participants,
+            self.federation.models,
+            self.federation.task,
+            options.seed,
+            self.federation.device,
+            self.federation.dtype,
+        )
+        violations = self.algorithm.needs.violations(self.setup, self.algorithm.name)
+        if violations:
+            raise NeedsError(" ".join(violations))
+        self.engine = ENGINES[engine](self.federation, self.algorithm, config, options.seed)
+        self.state = self.algorithm.init(self.setup)
+        self.round = 0
+
+    @property
+    def eval_every(self) -> int:
+        """Rounds between evaluations."""
+        return self.options.eval_every or max(1, self.options.rounds // 20)
+
+    def train_round(self) -> dict[str, Any]:
+        """One round; its record. The state is as it was if the round fails."""
+        number = self.round + 1
+        draw = stream(self.options.seed, number, "cohort")
+        rows = np.sort(draw.choice(len(self.setup.clients), self.options.cohort, replace=False))
+        cohort = Cohort(number, tuple(self.setup.clients[row] for row in rows))
+        self.engine.begin(number)
+        start = time.perf_counter()
+        self.state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
+        end, books = time.perf_counter(), self.engine.books
+        self.round = number
+        return {
+            "round": number,
+            "clients": len(cohort.clients),
+            "dropped": [d._asdict() for d in books.dropped],
+            "bytes": {"down": books.bytes_down, "up": books.bytes_up},
+            "seconds": {
+                "round": end - start,
+                "generate": books.first_ask - start,
+                "local_training": books.asking,
+                "server_step": end - books.last_answer,
+            },
+            "diagnostics": dict(diagnostics),
+        }
+
+    def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
+        """The scores of participants on a split of their own data."""
+        chosen = self.federation.having(split, self.setup.clients if clients is None else clients)
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(self.algorithm, self._personal, chosen, split, self.engine.ask)
+
+    def metrics(self) -> dict[str, float]:
+        """The named numbers of an evaluation on validation and test data."""
+        clients = self.setup.clients
+        if 0 < self.options.eval_clients < len(clients):
+            draw = stream(self.options.seed, "evaluation")
+            rows = np.sort(draw.choice(len(clients), self.options.eval_clients, replace=False))
+            clients = tuple(clients[row] for row in rows)
+        found: dict[str, float] = {}
+        for part in ("val", "test"):
+            found |= summarise(self.evaluate(part, clients), self.setup.task, "participants", part)
+        return found
+
+    def admit(self, newcomers: Sequence[ClientId]) -> Sent:
+        """What the method sends to clients that took no part."""
+        if self.algorithm.admit is None:
+            raise NeedsError(
+                f"{self.algorithm.name} cannot serve clients that took no part in training: it has no model for them. "
+                "Methods that can are listed by `fedloom methods`."
+            )
+        self.engine.begin("admission")
+        return self.algorithm.admit(self.setup, self.state, Cohort(self.round, tuple(newcomers)), self.engine.ask)
+
+    def evaluate_unseen(self) -> dict[str, float]:
+        """Unseen clients are admitted with their training data and tried on their test data."""
+        newcomers = self.federation.having("test", self.federation.having("train", self.federation.unseen))
+        if not newcomers:
+            return {}
+        sent = self.admit(newcomers)
+        self.engine.begin("evaluation of unseen clients")
+        scores = evaluate(self.algorithm, lambda _: sent, newcomers, "test", self.engine.ask, at_once=len(newcomers))
+        return summarise(scores, self.setup.task, "unseen", "test")
+
+    def deployed(self, client: ClientId, sent: Sent | None = None) -> Tree:
+        """What a client deploys, composed with its own memory, as it would on its own machine."""
+        shared, mine = sent or self._personal([client])
+        home = self.engine.home(client, self.engine.num_samples([client])[0], torch.zeros((), dtype=torch.int64))
+        return self.algorithm.client_deploy(home, shared, mine[client], self.engine.recall(client))
+
+    def joined_by(self, newcomer: ClientId, model: Any, x: torch.Tensor, y: torch.Tensor) -> Simulation:
+        """This simulation, in its present state, with one unseen client more."""
+        joined = copy.copy(self)
+        joined.federation = self.federation.joined_by(newcomer, model, x, y)
+        joined.setup = replace(self.setup, models=joined.federation.models)
+        joined.engine = type(self.engine)(joined.federation, self.algorithm, self.config, self.options.seed)
+        joined.engine.memory = dict(self.engine.memory)
+        return joined
+
+    def trees(self) -> tuple[Tree, Mapping[ClientId, Tree]]:
+        """All that a checkpoint needs: the server's state and the clients' memory."""
+        return self.state._asdict(), self.engine.memory
+
+    def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
+        """Go back to a checkpoint; refuses one that is not of this method and federation."""
+        expected, got = flatten(self.state._asdict()), flatten(state)
+        for path in expected.keys() | got.keys():
+            here, there = expected.get(path), got.get(path)
+            if here is None or there is None or here.shape != there.shape:
+                raise RunError(
+                    f"The checkpoint does not fit {self.method} on this federation: {path} is "
+                    f"{'missing' if there is None else tuple(there.shape)}, expected "
+                    f"{'nothing' if here is None else tuple(here.shape)}. Use the config it was made with."
+                )
+        foreign = [client for client in memory if client not in self.federation.roster]
+        if foreign:
+            raise RunError(
+                f"The checkpoint remembers client {foreign[0]!r}, which this federation does not have. "
+                "Use the config and data it was made with."
+            )
+        device = self.federation.device
+        self.state = self.algorithm.state(**_to(state, device))
+        self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
+        self.round = round
+
+    def _personal(self, clients: Sequence[ClientId]) -> Sent:
+        return self.algorithm.personalise(self.setup, self.state, clients)
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    return {k: _to(v, device) for k, v in tree.items()} if isinstance(tree, Mapping) else tree.to(device)
+
+
+def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:
+    device, dtype = device_of(options.device), getattr(torch, options.dtype)
+    task = task_of(options.task, arrays)
+    outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
+    shape = tuple(arrays.x.shape[1:])
+    names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+    models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
+    x = arrays.x
+    if options.unseen_shift:
+        rows = np.concatenate([[], *([c.train, c.val, c.test] for c in parts.clients if c.unseen)], axis=None)
+        rows = rows.astype(np.int64)
+        x = x.copy()
+        low, high = x.min(), x.max()
+        x[rows] = apply_shift(
+            x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
+        )
+    return federate(x, arrays.y, parts, models, task, device, dtype)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that ``name`` stands for, checked to be there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
+        raise ConfigError(
+            f"--device {name} is not available; this machine has {here}. Leave it out for auto."
+        ) from None
+    return device
+
+
+def task_of(name: str, arrays: Arrays) -> Task:
+    """The task that ``name`` stands for."""
+    known = {"classification": CLASSIFICATION, "regression": REGRESSION}
+    if name == "auto":
+        return CLASSIFICATION if arrays.num_classes else REGRESSION
+    task = known[name] if name in known else import_path(name, "--task")
+    if not isinstance(task, Task):
+        raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")
+    if task.class_scores and not arrays.num_classes:
+        raise ConfigError(f"--task {name} needs class labels; {arrays.name} has real-valued targets. Use regression.")
+    return task
+
+
+def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]:
+    """The run's config as one flat mapping: what the config file holds."""
+    return {"method": method, **asdict(options), **asdict(config)}

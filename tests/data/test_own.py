@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' own arrays, files, folders and torch datasets, and the message for each thing that can be wrong."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.data.own import from_arrays, from_folder, from_npz, from_torch_dataset
+
+X = np.arange(12.0).reshape(4, 3)
+Y = np.array([0, 2, 1, 1], np.int32)
+
+
+def test_arrays_become_a_dataset():
+    data = from_arrays(X, Y, client=[7, 7, 8, 8], split=["train", "test", "train", "val"], name="mine")
+    assert (data.name, data.num_classes, data.x.dtype, data.y.dtype) == ("mine", 3, np.float32, np.int64)
+    assert data.groups["client"].tolist() == ["7", "7", "8", "8"]
+    assert data.split.tolist() == ["train", "test", "train", "val"]
+
+
+def test_lists_and_bytes_will_do():
+    data = from_arrays(X.tolist(), Y.tolist(), split=np.array([b"train", b"test", b"test", b"test"]))
+    assert data.split[0] == "train"
+    assert data.num_classes == 3
+
+
+def test_float_targets_are_a_regression():
+    assert from_arrays(X, Y + 0.5).num_classes == 0
+    assert from_arrays(X, np.ones((4, 2))).y.shape == (4, 2)
+    whole = from_arrays(X, Y, task="regression")
+    assert (whole.num_classes, whole.y.dtype) == (0, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 5), (2, 5)),
+        ((2, 3, 50), (2, 3, 50)),
+        ((2, 28, 28), (2, 28, 28)),
+        ((2, 3, 8, 9), (2, 3, 8, 9)),
+        ((2, 8, 9, 3), (2, 3, 8, 9)),
+        ((2, 8, 9, 1), (2, 1, 8, 9)),
+        ((2, 3, 9, 4), (2, 3, 9, 4)),
+        ((2, 8, 9, 2), (2, 8, 9, 2)),
+    ],
+)
+def test_axes_say_what_samples_are(shape, expected):
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    data = from_arrays(x, [0, 1])
+    assert data.x.shape == expected
+    if shape != expected:
+        np.testing.assert_array_equal(data.x, x.transpose(0, 3, 1, 2))
+
+
+def test_only_images_of_bytes_are_scaled():
+    image = np.full((1, 1, 2, 2), 255, np.uint8)
+    assert from_arrays(image, [0]).x.max() == 1
+    assert from_arrays(image.astype(np.int16), [0]).x.max() == 255
+    assert from_arrays(image[:, 0], [0]).x.max() == 255
+
+
+@given(st.lists(st.integers(-3, 6), min_size=1, max_size=8))
+def test_labels_are_all_of_zero_to_c_or_refused_with_a_recoding_that_works(labels):
+    x = np.zeros((len(labels), 1))
+    if sorted(set(labels)) == list(range(len(set(labels)))):
+        assert from_arrays(x, labels).y.tolist() == labels
+    else:
+        with pytest.raises(DataError, match=r"expected all of 0 to .*np\.unique\(y, return_inverse=True\)\[1\]"):
+            from_arrays(x, labels)
+        recoded = np.unique(labels, return_inverse=True)[1]
+        assert from_arrays(x, recoded).num_classes == len(set(labels))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"y": ["cat", "dog", "cat", "dog"]},
+            r"labels of type <U3 .*whole numbers .*recode them with y = np\.unique",
+        ),
+        ({"y": Y + 0.5, "task": "classification"}, "labels of type float64"),
+        ({"y": np.eye(4, dtype=int)}, r"labels of type int64 and shape \(4, 4\)"),
+        ({"x": [[1], [1, 2], [1], [1]]}, "has rows of several lengths in x; give all one shape"),
+        ({"x": X.astype(object)}, "has x of type object; expected numbers or strings"),
+        ({"x": X * 1j}, "has x of type complex128; expected numbers or strings"),
+        ({"x": X.astype(str)}, "has x of type <U.*; expected numbers: encode text as numbers first"),
+        ({"x": X[0]}, r"has x of shape \(3,\); expected 2 axes \(samples, features\), 3"),
+        ({"x": np.zeros((4, 1, 1, 1, 1))}, r"has x of shape \(4, 1, 1, 1, 1\)"),
+        ({"x": X * 1e300}, "has NaN or infinite values in x"),
+        ({"y": Y * 1e300}, "has NaN or infinite values in y"),
+        ({"y": list("abcd"), "task": "regression"}, "has y of type <U1; expected numbers"),
+        ({"y": Y[:2] * 0}, r"has 4 samples in x but y has shape \(2,\)"),
+        ({"split": ["train", "dev", "test", "val"]}, "has the split name 'dev'"),
+        ({"client": ["a"]}, "has the grouping 'client'"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(DataError, match=message) as caught:
+        from_arrays(**{"x": X, "y": Y, "name": "mine"} | arguments)
+    assert str(caught.value).startswith("Dataset 'mine' has ")
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(ConfigError, match="Unknown task 'regresion'; did you mean 'regression'"):
+        from_arrays(X, Y, task="regresion")
+
+
+def test_an_npz_file_is_read(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=X, y=Y, client=["a", "b", "a", "b"], split=["train", "test"] * 2)
+    data = from_npz(tmp_path / "mine.npz")
+    assert (data.name, data.num_classes) == ("mine", 3)
+    assert data.groups["client"].tolist() == ["a", "b", "a", "b"]
+    assert data.split.tolist() == ["train", "test"] * 2
+    np.savez_compressed(tmp_path / "plain.npz", x=X, y=Y)
+    assert from_npz(str(tmp_path / "plain.npz")).split is None
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X}, r"has the arrays x; expected x and y, optionally client, optionally split"),
+        ({}, r"has the arrays \(none\); expected x and y"),
+        ({"x": X, "y": Y, "clients": Y}, "has the arrays clients, x, y; expected x and y"),
+        (
+            {"x": X, "y": Y.astype(object)},
+            "cannot be read as an .npz file of plain arrays .*no arrays of objects",
+        ),
+        ({"x": X, "y": 3}, "has an array without axes; expected one entry per sample"),
+    ],
+)
+def test_an_npz_file_that_does_not_fit_is_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "mine.npz", **arrays)
+    with pytest.raises(DataError, match=message) as caught:
+        from_npz(tmp_path / "mine.npz")
+    assert str(caught.value).startswith(str(tmp_path / "mine.npz"))
+
+
+def test_a_file_that_is_no_npz_is_refused(tmp_path):
+    path = tmp_path / "mine.npz"
+    with pytest.raises(DataError, match=r"There is no file .*mine.npz; give the path of an .npz file"):
+        from_npz(path)
+    np.savez(path, x=X, y=Y)
+    whole = path.read_bytes()
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, X)
+    for raw in (whole[:-40], whole[40:], b"", b"text", (tmp_path / "array.npz").read_bytes()):
+        path.write_bytes(raw)
+        with pytest.raises(DataError, match=r"mine\.npz cannot be read as an \.npz file"):
+            from_npz(path)
+
+
+def test_a_folder_has_one_file_per_client(tmp_path):
+    folder = tmp_path / "hospitals"
+    folder.mkdir()
+    np.savez(folder / "b.npz", x=X[:1], y=Y[:1], split=["train"])
+    np.savez(folder / "a.npz", x=X[1:], y=Y[1:], split=["test", "val", "test"])
+    (folder / "notes.txt").touch()
+    data = from_folder(folder)
+    assert data.name == "hospitals"
+    assert data.groups["client"].tolist() == ["a", "a", "a", "b"]
+    assert data.split.tolist() == ["test", "val", "test", "train"]
+    np.testing.assert_array_equal(data.x, X[[1, 2, 3, 0]])
+    assert data.y.tolist() == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X[:, :2], "y": Y}, r"b\.npz has x of shape \(2,\) per sample but .*a\.npz has \(3,\)"),
+        ({"x": X, "y": Y.astype(float)}, r"b\.npz has y of type float64 but .*a\.npz has int32"),
+        ({"x": X.astype(np.uint8), "y": Y}, r"b\.npz has x of type uint8 but .*a\.npz has float64"),
+        (
+            {"x": X, "y": Y, "split": ["train"] * 4},
+            r"b\.npz has the arrays split, x, y but .*a\.npz has x, y",
+        ),
+        ({"x": X, "y": Y[:2]}, r"b\.npz has 4 samples in x but 2 in y"),
+        (
+            {"x": X, "y": Y, "client": Y},
+            r"b\.npz has the arrays client, x, y; expected x and y, optionally split",
+        ),
+        ({"x": X}, r"b\.npz has the arrays x; expected x and y"),
+    ],
+)
+def test_files_of_a_folder_must_agree(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    np.savez(tmp_path / "b.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        from_folder(tmp_path)
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no \.npz file; expected one per client"):
+        from_folder(tmp_path)
+
+
+class Pairs(Dataset):
+    def __init__(self, *pairs):
+        self.pairs = pairs
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return self.pairs[index]
+
+
+def test_a_torch_dataset_is_stacked():
+    data = from_torch_dataset(TensorDataset(torch.arange(12.0).reshape(4, 3), torch.tensor([0, 2, 1, 1])), "torch")
+    assert (data.name, data.num_classes) == ("torch", 3)
+    np.testing.assert_array_equal(data.x, X)
+
+
+def test_a_torch_dataset_of_pictures_and_numbers_is_stacked():
+    from PIL import Image
+
+    data = from_torch_dataset(Pairs(*((Image.new("RGB", (5, 6), (255, 0, 0)), label) for label in (0, 1))))
+    assert data.x.shape == (2, 3, 6, 5)
+    assert data.x[0, :, 0, 0].tolist() == [1, 0, 0]
+    assert from_torch_dataset(Pairs((np.zeros(2), 0.5))).num_classes == 0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(X[0], 0)])
+
+
+@pytest.mark.parametrize(
+    ("ds", "message"),
+    [
+        (Stream(), "Stream has no length or cannot be indexed; expected a map-style Dataset"),
+        (Pairs(), "Pairs is empty; expected at least one pair"),
+        (Pairs((X[0], 0, 1)), r"Pairs has items that are not pairs; expected \(x, y\)"),
+        (Pairs(X[0]), "Pairs has items that are not pairs"),
+        (Pairs((X[0], 0), (X[0, :2], 1)), r"Pairs has x of 2 shapes, \(2,\) among them; crop, pad or resize"),
+        (Pairs((X[0], 0), (X[0], [1, 2])), r"Pairs has y of 2 shapes, \(\) among them"),
+    ],
+)
+def test_a_torch_dataset_that_does_not_fit_is_refused(ds, message):
+    with pytest.raises(DataError, match=message):
+        from_torch_dataset(ds)
