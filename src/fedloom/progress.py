@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it runs."""
+"""What a run shows while it runs. Progress goes to stderr; the lines of ``json`` are results and go to stdout."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
+
+from fedloom.core.errors import unknown
+from fedloom.runs.files import to_json
 
 
 class Display(Protocol):
@@ -25,16 +31,141 @@ class Display(Protocol):
 
 
 class Quiet:
-    def __enter__(self) -> Quiet:
+    """Shows nothing; the base of the others."""
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        return None
-
+    def __exit__(self, *_: object) -> None: ...
     def begin(self, simulation: Any) -> None: ...
     def update(self, record: dict[str, Any]) -> None: ...
     def end(self, directory: Any) -> None: ...
 
 
+class Json(Quiet):
+    """One JSON line per round, and the summary as the last one."""
+
+    def update(self, record: dict[str, Any]) -> None:
+        self._line(record)
+
+    def end(self, directory: Any) -> None:
+        self._line(directory.summary())
+
+    def _line(self, value: Mapping[str, Any]) -> None:
+        sys.stdout.write(to_json(value).decode())
+        sys.stdout.flush()  # whoever reads the pipe sees a round when it is done
+
+
+class Plain(Quiet):
+    """A line at the beginning, one per evaluation and one at the end: for log files."""
+
+    def begin(self, simulation: Any) -> None:
+        self._news = News(simulation)
+        self._rounds = simulation.options.rounds
+        self._line(headline(simulation))
+
+    def update(self, record: dict[str, Any]) -> None:
+        self._news.add(record)
+        if "metrics" in record:
+            self._line(f"round {record['round']}/{self._rounds}: {self._news}")
+
+    def end(self, directory: Any) -> None:
+        self._line(f"saved in {directory.path}")
+
+    def _line(self, text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+class Rich(Quiet):
+    """A bar, the time left and the newest numbers: for terminals and notebooks."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=Console(stderr=True, highlight=False, markup=False),
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, simulation: Any) -> None:
+        self._news = News(simulation)
+        self._bar.console.print(headline(simulation))
+        self._task = self._bar.add_task("", total=simulation.options.rounds, completed=simulation.round)
+
+    def update(self, record: dict[str, Any]) -> None:
+        self._news.add(record)
+        self._bar.update(self._task, completed=record["round"], description=str(self._news))
+
+    def end(self, directory: Any) -> None:
+        self._bar.console.print(f"saved in {directory.path}", soft_wrap=True)  # a path is to be copied whole
+
+
+class News:
+    """The newest numbers of a run as a short text."""
+
+    def __init__(self, simulation: Any) -> None:
+        self._metric: str = simulation.setup.task.metric_name
+        self._metrics: Mapping[str, float | None] = {}
+        self._loss: float | None = None
+        self._dropped = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in the record of a round."""
+        self._metrics = record.get("metrics", self._metrics)
+        self._loss = record["diagnostics"].get("local_loss")
+        self._dropped += len(record["dropped"])
+
+    def __str__(self) -> str:
+        names = {split: f"deployed/participants/{split}/{self._metric}" for split in ("val", "test")}
+        numbers = {f"{split} {self._metric}": self._metrics.get(name) for split, name in names.items()}
+        numbers["local loss"] = self._loss
+        parts = [f"{name} {value:.4f}" for name, value in numbers.items() if value is not None]
+        return ", ".join(parts + [f"{self._dropped} dropped"] * bool(self._dropped))
+
+
+def headline(simulation: Any) -> str:
+    """What runs, on what, and what a user should know of it, in one line."""
+    options, unseen = simulation.options, len(simulation.federation.unseen)
+    models = ", ".join(str(model.spec) for model in simulation.setup.architectures.values())
+    parts = [
+        f"{simulation.algorithm.name} on {options.dataset}",
+        f"{options.clients} clients, {options.cohort} a round" + (f", {unseen} unseen" if unseen else ""),
+        f"model {models}",
+        f"{options.engine} engine on {options.device} ({simulation.engine_reason})",
+        *(f"note: {note}" for note in simulation.partition.notes),
+    ]
+    return "; ".join(parts)
+
+
+DISPLAYS = {"rich": Rich, "plain": Plain, "json": Json, "quiet": Quiet}
+
+
 def display(name: str) -> Display:
-    return Quiet()
+    """The display of that name; ``auto`` is ``rich`` where somebody watches and ``plain`` elsewhere."""
+    if name == "auto":
+        name = "rich" if _watched() else "plain"
+    if name not in DISPLAYS:
+        raise unknown("progress display", name, ["auto", *DISPLAYS])
+    return DISPLAYS[name]()
+
+
+def _watched() -> bool:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        return importlib.util.find_spec("ipywidgets") is not None  # rich's bars need it there
+    # not console.is_terminal, which FORCE_COLOR sets in the logs of CI
+    return sys.stderr.isatty() and not console.is_dumb_terminal

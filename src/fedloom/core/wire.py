@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import safetensors.torch
@@ -17,10 +18,12 @@ def encode(tree: Tree) -> bytes:
     if wrong:
         raise TypeError(f"only trees of tensors travel; {wrong[0]}")
     flat = {path: leaf.detach().cpu().contiguous().clone() for path, leaf in flatten(tree).items()}
-    return safetensors.torch.save(flat)
+    return safetensors.torch.save(flat, {"order": json.dumps(list(flat))})
 
 
 def decode(data: bytes, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The tree that ``encode`` was given, bit for bit; branches and leaves in the order of their paths."""
+    """The tree that ``encode`` was given, bit for bit and in its order: sums over leaves must not change either."""
     flat = safetensors.torch.load(data)
-    return unflatten({path: flat[path].to(device) for path in sorted(flat)})
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    order = json.loads(header["__metadata__"]["order"])
+    return unflatten({path: flat[path].to(device) for path in order})

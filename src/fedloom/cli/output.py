@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text for users: errors as one sentence on stderr; tables, paths and JSON on stdout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+
+from fedloom.core.errors import FedloomError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+USER_ERROR, INTERRUPTED = 2, 130
+PIPE_WIDTH = 200
+"""Columns of a table that goes to a file or a program, where rich would take a terminal of 80."""
+
+
+def friendly(command: Callable[P, T]) -> Callable[P, T]:
+    """``command`` with errors that are the input's fault told in one sentence; others stay as they are."""
+
+    @functools.wraps(command)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except FedloomError as error:
+            tell(error)
+            raise typer.Exit(USER_ERROR) from None
+
+    return call
+
+
+def tell(message: object) -> None:
+    """One line on stderr."""
+    typer.echo(f"fedloom: {' '.join(str(message).split())}", err=True)
+
+
+@contextmanager
+def stoppable(path: Path) -> Iterator[None]:
+    """Ctrl-C within ends the command; says what is left of the run at ``path``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from fedloom.runs.directory import CONFIG
+
+        if (path / CONFIG).is_file():
+            tell(f"stopped; saved in {path}. Go on with `fedloom resume {path}`.")
+        else:
+            tell("stopped before the first round; nothing was saved.")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
+    """Print a table; None is a dash, numbers go to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    printed = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    body = [list(row) for row in rows]
+    for number, column in enumerate(printed.columns):
+        if body and all(isinstance(row[number], int | float | None) for row in body):
+            column.justify = "right"
+    for row in body:
+        printed.add_row(*map(_cell, row))
+    console.print(printed)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def json_line(value: Any) -> None:
+    """Print one line of JSON."""
+    from fedloom.runs.files import to_json
+
+    typer.echo(to_json(value), nl=False)
+
+
+def result(summary: Mapping[str, Any]) -> None:
+    """Print a run in numbers: at its best and last round, and for unseen clients."""
+    metric = summary["metric"]
+    rows: list[tuple[object, ...]] = []
+    for name in ("best", "last"):
+        found = summary.get(name) or {}
+        stem = "deployed/participants"
+        val, test, worst = (
+            found.get(f"{stem}/{key}")
+            for key in (f"val/{metric}", f"test/{metric}", f"test/{metric}_worst10")
+        )
+        rows.append((name, found.get("round"), val, test, worst))
+    unseen = summary.get("unseen") or {}
+    if unseen:
+        stem = f"deployed/unseen/test/{metric}"
+        rows.append(("unseen", summary["rounds"], None, unseen.get(stem), unseen.get(f"{stem}_worst10")))
+    table(["", "round", f"val {metric}", f"test {metric}", "worst 10%"], rows)
+    if "reason" in unseen:
+        typer.echo(unseen["reason"])

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands on runs that are there: resume, evaluate, export, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.output import json_line, result, stoppable, table, tell
+from fedloom.core.errors import ConfigError, RunError, unknown
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Which = Annotated[
+    str, typer.Option(metavar="best|last|ROUND", help="The checkpoint: best by validation, or a round.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def resume(
+    run: RunPath,
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to round N.")] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
+) -> None:
+    """Go on with a run that was stopped, or further with one that was not.
+
+    Example: fedloom resume runs/pfedhn-digits-seed0 --rounds 200
+    """
+    from fedloom import api
+
+    with stoppable(run):
+        done = api.resume(run, rounds=rounds, progress="json" if json else "quiet" if quiet else "auto")
+    if not json and not quiet:
+        result(done.summary)
+
+
+def evaluate(
+    run: RunPath,
+    which: Which = "best",
+    split: Annotated[
+        str, typer.Option(metavar="test|val|train", help="Which of the clients' own data.")
+    ] = "test",
+    unseen: Annotated[
+        bool, typer.Option("--unseen", help="The clients held out of training instead.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Try every client's model on its own data.
+
+    Example: fedloom evaluate runs/pfedhn-digits-seed0 --split val
+    """
+    from fedloom import api
+    from fedloom.clients.federation import SPLITS
+    from fedloom.metrics.summary import summarise
+
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    loaded = api.load(run, which=_checkpoint(which))
+    scores: dict[str, Any] = {}
+    if unseen:
+        metrics = _unseen(loaded, split)
+    else:
+        scores = loaded.evaluate(split)
+        metrics = summarise(scores, loaded.simulation.setup.task, "participants", split)
+    if not metrics:
+        raise RunError(f"No client of {run} has {split} data; choose another --split.")
+    clients = {client: score._asdict() for client, score in scores.items()}
+    if json:
+        round = loaded.simulation.round
+        json_line({"run": str(run), "round": round, "split": split, "metrics": metrics, "clients": clients})
+        return
+    if clients:
+        metric = loaded.simulation.setup.task.metric_name
+        rows = [(client, s["samples"], s["metric"], s["loss"]) for client, s in clients.items()]
+        table(["client", "samples", metric, "loss"], rows)
+    table([f"after round {loaded.simulation.round}", ""], metrics.items())
+
+
+def export(
+    run: RunPath,
+    client: Annotated[list[str] | None, typer.Option(metavar="ID", help="A client; may be repeated.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every client that took part.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/export.")] = None,
+    which: Which = "best",
+) -> None:
+    """Write clients' models as safetensors files, each with a Python file that loads it.
+
+    Example: fedloom export runs/pfedhn-digits-seed0 --client 3 --out models
+    """
+    from fedloom import api
+
+    if bool(client) == all:
+        raise ConfigError("Say whose models to write: give either --client ID, once or more, or --all.")
+    loaded = api.load(run, which=_checkpoint(which))
+    for one in loaded.clients if all else client or ():
+        typer.echo(loaded.export(one, out or run / "export"))
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")
+    ],
+    json: AsJson = False,
+) -> None:
+    """Put finished runs side by side: a row per method and config, mean ± standard deviation over seeds.
+
+    Example: fedloom compare runs/fedavg-digits-seed0 runs/pfedhn-digits-seed0
+    """
+    show_comparison(runs, "json" if json else "auto")
+
+
+def show_comparison(paths: Sequence[Path], progress: str) -> None:
+    """Print the comparison of runs, as a table or as JSON."""
+    from fedloom.reports.compare import compare
+
+    found = compare(paths)
+    for sentence in found.left_out:
+        tell(sentence)
+    if progress == "json":
+        json_line({"comparison": [_plain(row) for row in found.rows]})
+    elif progress == "auto":
+        columns = [
+            "method",
+            "options",
+            "seeds",
+            "best test",
+            "last test",
+            "worst 10%",
+            "unseen",
+            "seconds",
+            "MB sent",
+        ]
+        table(columns, [_row(row) for row in found.rows], title=f"test {found.rows[0].metric}")
+
+
+def _row(row: Any) -> tuple[object, ...]:
+    options = " ".join(f"{name}={value}" for name, value in row.options.items())
+    seconds, megabytes = (f"{row.seconds.mean:.1f}", f"{row.megabytes.mean:.1f}")
+    return (
+        row.method,
+        options,
+        len(row.seeds),
+        row.best,
+        row.last,
+        row.worst10,
+        row.unseen,
+        seconds,
+        megabytes,
+    )
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    return {
+        name: value._asdict() if hasattr(value, "_asdict") else value for name, value in asdict(row).items()
+    }
+
+
+def _checkpoint(which: str) -> Any:
+    if which in ("best", "last"):
+        return which
+    if not which.isdecimal():
+        raise ConfigError(f"--which is {which!r}; give best, last or the number of a round.")
+    return int(which)
+
+
+def _unseen(loaded: Any, split: str) -> dict[str, float]:
+    if split != "test":
+        raise ConfigError(f"--split is {split}; unseen clients are tried on their test data: leave it out.")
+    if not loaded.simulation.federation.unseen:
+        raise RunError(f"{loaded.path} held no clients out of training; run with --unseen to hold some out.")
+    found: dict[str, float] = loaded.evaluate_unseen()
+    return found

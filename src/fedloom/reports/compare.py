@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs side by side: one row per method and config, means and spreads over seeds.
+
+Numbers come from the runs' summaries alone; nothing is computed again. ``best`` is the test metric at the round that
+was best on validation data, ``last`` that of the last round, ``worst10`` the best round's mean over the tenth of the
+clients that fare worst. A spread is the standard deviation of the sample of seeds (n - 1).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.core.errors import RunError
+from fedloom.runs.directory import CONFIG, RunDirectory
+
+NOT_COMPARED = ("method", "seed", "data_root", "keep", "tracker")
+"""What a config holds that makes no other experiment; the method is compared apart."""
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over seeds; the latter is None for one seed."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if self.std is None else f"{self.mean:.4f} ± {self.std:.4f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one config; a number is None where the runs do not have it."""
+
+    method: str
+    options: Mapping[str, Any]
+    """What differs between rows."""
+    metric: str
+    seeds: tuple[int, ...]
+    runs: tuple[str, ...]
+    best: Spread | None
+    last: Spread | None
+    worst10: Spread | None
+    unseen: Spread | None
+    seconds: Spread | None
+    megabytes: Spread | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, in the order of the first run of each, and one sentence for each run that was left out."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+
+
+class _Finished(NamedTuple):
+    path: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
+    """The runs at ``paths``; a directory that is no run itself stands for the runs in it, e.g. ``OUT/seed-*``."""
+    found: dict[Path, RunDirectory] = {}
+    for path in map(Path, paths):
+        inside = [] if (path / CONFIG).is_file() else sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+        for one in inside or [path]:
+            found.setdefault(one.resolve(), RunDirectory.open(one))
+    return list(found.values())
+
+
+def compare(paths: Iterable[Path | str]) -> Comparison:
+    """The runs at ``paths`` side by side. Runs that were stopped are left out."""
+    finished, left_out = [], []
+    for run in find_runs(paths):
+        summary = run.summary()
+        if summary is None or not summary["finished"]:
+            left_out.append(f"{run.path} is left out: it has not finished; use `fedloom resume {run.path}`.")
+        else:
+            finished.append(_Finished(run.path, run.config, summary))
+    if not finished:
+        raise RunError("There is no finished run to compare. " + " ".join(left_out))
+    groups: dict[str, list[_Finished]] = {}
+    for one in finished:
+        groups.setdefault(repr((one.config["method"], sorted(_compared(one).items()))), []).append(one)
+    differing = _differing([_compared(group[0]) for group in groups.values()])
+    return Comparison(tuple(_row(group, differing) for group in groups.values()), tuple(left_out))
+
+
+def _compared(run: _Finished) -> dict[str, Any]:
+    return {name: value for name, value in run.config.items() if name not in NOT_COMPARED}
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The options that have more than one value among the configs that have them."""
+    values: dict[str, set[str]] = {}
+    for config in configs:
+        for name, value in config.items():
+            values.setdefault(name, set()).add(repr(value))
+    return {name for name, seen in values.items() if len(seen) > 1}
+
+
+def _row(group: Sequence[_Finished], differing: set[str]) -> Row:
+    first = group[0]
+    metric: str = first.summary["metric"]
+    test = f"deployed/participants/test/{metric}"
+    parts = {name: [run.summary.get(name) or {} for run in group] for name in ("best", "last", "unseen")}
+    return Row(
+        method=first.config["method"],
+        options={name: value for name, value in _compared(first).items() if name in differing},
+        metric=metric,
+        seeds=tuple(run.config["seed"] for run in group),
+        runs=tuple(str(run.path) for run in group),
+        best=_spread(part.get(test) for part in parts["best"]),
+        last=_spread(part.get(test) for part in parts["last"]),
+        worst10=_spread(part.get(f"{test}_worst10") for part in parts["best"]),
+        unseen=_spread(part.get(f"deployed/unseen/test/{metric}") for part in parts["unseen"]),
+        seconds=_spread(run.summary["seconds"] for run in group),
+        megabytes=_spread(sum(run.summary["bytes"].values()) / 1e6 for run in group),
+    )
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    """None unless every run has the number: a mean over some of the seeds would pass for one over all."""
+    numbers = list(values)
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)

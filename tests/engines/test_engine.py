@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines share: refusals, rollback, order, books."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import play, setup_of, small_federation
+from nets import Explosive
+
+from fedloom import algorithms
+from fedloom.core.contract import Cohort
+from fedloom.core.errors import RoundError
+from fedloom.core.trees import PerClient, flatten
+from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.engine import Outcome, refusals
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
+
+FEDAVG = algorithms.get("fedavg")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_that_raises_is_dropped_with_the_reason_and_the_others_count(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = small_federation(("nets:Explosive",), sizes=(4, 3, 4))
+    # only client 1 has a batch of 3, alone; in a stack it is padded to 4, so there the whole group fails first
+    original = ENGINES[engine].run_group
+
+    def fails_as_a_group(self, program, clients, shared, mine):
+        monkeypatch.setattr(Explosive, "fuses", (3, 4) if len(clients) > 1 else (3,))
+        return original(self, program, clients, shared, mine)
+
+    monkeypatch.setattr(ENGINES[engine], "run_group", fails_as_a_group)
+    played = play(FEDAVG, federation, engine, rounds=1, local_epochs=1)
+    (dropped,) = played.engine.books.dropped
+    assert dropped.client == "1" and "boom" in dropped.reason and dropped.program == "fedavg.train"
+    monkeypatch.undo()
+    without = play(FEDAVG, federation, engine, rounds=1, local_epochs=1, cohorts=[["0", "2"]])
+    for name, value in without.state.params.items():
+        torch.testing.assert_close(played.state.params[name], value)
+
+
+def test_the_sequential_engine_says_stage_client_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small_federation(("nets:Explosive",), sizes=(4, 3))
+    monkeypatch.setattr(Explosive, "fuses", (3,))
+    played = play(FEDAVG, federation, rounds=1, local_epochs=1)
+    (dropped,) = played.engine.books.dropped
+    assert dropped.reason.startswith("raised ValueError in step on x (3, 1, 6, 6), y (3,): boom")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reply_of_the_wrong_shape_is_dropped_with_both_shapes(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small_federation()
+    original = ENGINES[engine].run_group
+
+    def tampered(self, program, clients, shared, mine):
+        outcome = original(self, program, clients, shared, mine)
+        replies = {c: dict(outcome.replies[c]) for c in clients}
+        replies["3"] = {**replies["3"], "loss": torch.zeros(2)}
+        return Outcome(PerClient.of(replies), outcome.memories)
+
+    monkeypatch.setattr(ENGINES[engine], "run_group", tampered)
+    played = play(FEDAVG, federation, engine, rounds=1)
+    (dropped,) = played.engine.books.dropped
+    assert dropped.client == "3" and dropped.reason == "replied with shape (2,) for loss; expected ()"
+
+
+def test_refusals_name_missing_and_surplus_tensors() -> None:
+    expected = {"a": torch.zeros(2), "b": torch.zeros(())}
+    stacked = {"a": torch.zeros(3, 2), "c": torch.zeros(3)}
+    assert refusals(expected, stacked, 3) == ["replied with shape None for b; expected ()"] * 3
+    stacked = {"a": torch.zeros(3, 2), "b": torch.tensor([0.0, float("inf"), 1.0])}
+    assert refusals(expected, stacked, 3) == [None, "replied with NaN or Inf", None]
+
+
+def test_a_dropped_client_keeps_the_memory_it_had() -> None:
+    scaffold, federation = algorithms.get("scaffold"), small_federation()
+    played = play(scaffold, federation, rounds=1)
+    before = flatten(played.engine.memory["1"])
+    federation.x[federation.roster["1"].rows["train"]] = float("nan")
+    played.engine.begin(2)
+    scaffold.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
+    assert all(torch.equal(value, before[path]) for path, value in flatten(played.engine.memory["1"]).items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rollback_brings_memory_back_to_the_beginning_of_the_round(engine: str) -> None:
+    scaffold, federation = algorithms.get("scaffold"), small_federation()
+    played = play(scaffold, federation, engine, rounds=1, cohorts=[["0", "1", "2"]])
+    before = {client: flatten(tree) for client, tree in played.engine.memory.items()}
+    played.engine.begin(2)
+    scaffold.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
+    assert set(played.engine.memory) == set(federation.participants)
+    played.engine.rollback()
+    assert set(played.engine.memory) == {"0", "1", "2"}
+    for client, tree in played.engine.memory.items():
+        assert all(torch.equal(value, before[client][path]) for path, value in flatten(tree).items())
+
+
+def test_something_that_is_not_a_tensor_is_refused_before_it_is_sent() -> None:
+    federation = small_federation()
+    config = FEDAVG.config()
+    engine = ENGINES["sequential"](federation, FEDAVG, config, 0)
+    from fedloom.algorithms.fedavg import program
+
+    with pytest.raises(TypeError, match="shared/mu is a float, not a tensor"):
+        engine.ask(program(config), {"mu": 0.1}, PerClient.empty(["0"]))
+
+
+def test_all_failing_is_said_with_the_last_reason() -> None:
+    federation = small_federation()
+    federation.x[:] = float("nan")
+    with pytest.raises(RoundError) as caught:
+        play(FEDAVG, federation, rounds=1)
+    assert "(round 1); the last one, 4, replied with NaN or Inf." in str(caught.value)
+
+
+def test_auto_chooses_by_a_rule_and_says_why() -> None:
+    dense, conv = (Model(parse(name, (1, 16, 16), 3)) for name in ("mlp", "lenet"))
+    cpu = torch.device("cpu")
+    assert choose("auto", cpu, [dense], 10)[0] == "vectorised"
+    assert choose("auto", cpu, [dense], 1)[0] == "sequential"
+    assert choose("auto", cpu, [dense, conv], 10)[0] == "sequential"
+    assert choose("auto", torch.device("cuda"), [conv], 1)[0] == "vectorised"
+    assert choose("loopback", cpu, [dense], 10) == ("loopback", "as asked")
+    assert all(len(choose("auto", cpu, [m], n)[1]) > 20 for m in (dense, conv) for n in (1, 5))
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_engines_agree_for_every_optimiser_fresh_or_kept(optimiser: str, keep: bool) -> None:
+    federation = small_federation()
+    runs = [
+        play(FEDAVG, federation, engine, rounds=3, optimiser=optimiser, keep_optimiser=keep, local_lr=0.01)
+        for engine in ("sequential", "vectorised")
+    ]
+    for name, value in runs[0].state.params.items():
+        torch.testing.assert_close(runs[1].state.params[name], value, rtol=0, atol=1e-10)
+    assert ("optimiser" in runs[0].engine.memory["0"]) == (keep)
+
+
+def test_kept_optimiser_state_changes_the_next_round() -> None:
+    federation = small_federation()
+    fresh, kept = (play(FEDAVG, federation, rounds=2, keep_optimiser=keep) for keep in (False, True))
+    assert any(not torch.equal(fresh.state.params[name], kept.state.params[name]) for name in fresh.state.params)
+
+
+def test_weights_are_the_numbers_of_samples_for_ragged_clients() -> None:
+    """One full-batch step each: the mean of deltas weighted by samples is one step on the pooled data."""
+    federation = small_federation(sizes=(6, 2, 3))
+    played = play(FEDAVG, federation, "vectorised", rounds=1, local_epochs=1, batch_size=16, momentum=0.0, clip=0.0)
+    setup = setup_of(federation, dataclasses.replace(played.setup.config))
+    start = FEDAVG.init(setup).params
+    rows = torch.cat([torch.as_tensor(c.rows["train"]) for c in federation.roster.values()])
+    model = federation.roster["0"].model
+
+    def pooled(params):
+        outputs = model(params, {}, federation.x[rows])
+        return torch.nn.functional.cross_entropy(outputs, federation.y[rows])
+
+    grads = torch.func.grad(pooled)(start)
+    for name in start:
+        expected = start[name] - 0.05 * (grads[name] + 5e-5 * start[name])
+        torch.testing.assert_close(played.state.params[name], expected, rtol=0, atol=1e-12)

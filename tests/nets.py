@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small networks of a user's own, named by import path in tests: ``nets:Normed``."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Normed(nn.Module):
+    """Convolution, BatchNorm, output layer."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+        self.out = nn.Linear(2 * (input_shape[1] - 2) * (input_shape[2] - 2), num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.conv(x))).flatten(1))
+
+
+class Dropping(nn.Module):
+    """Dropout as a layer, over channels, and as a function call."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 3, 3)
+        self.channels, self.units = nn.Dropout2d(0.3), nn.Dropout(0.5)
+        self.out = nn.Linear(3 * (input_shape[1] - 2) * (input_shape[2] - 2), num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.units(self.channels(F.relu(self.conv(x))).flatten(1))
+        return self.out(F.dropout(x, 0.1, self.training))
+
+
+class Explosive(nn.Module):
+    """Refuses the sizes of batch in ``fuses``: a client whose program raises."""
+
+    fuses: tuple[int, ...] = ()
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) in self.fuses:
+            raise ValueError("boom")
+        return self.out(x.flatten(1))

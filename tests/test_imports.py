@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data flows one way: a folder imports only from folders before it, and importing fedloom is light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "fedloom"
+ORDER = ["core", "data", "clients", "models", "hypernets", "privacy", "adaptation", "engines", "algorithms", "metrics",
+         "runs", "reports", "serving", "progress", "api", "cli"]  # fmt: skip
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of fedloom that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {name.split(".")[1] for name in names if name.startswith("fedloom.")}
+    return found & set(ORDER)
+
+
+def part(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part(path) for path in FILES} - {"__init__"} <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_from_later_to_earlier(path: Path) -> None:
+    if path == SOURCE / "__init__.py":
+        return
+    here = ORDER.index(part(path))
+    assert not {name for name in imported(path) if ORDER.index(name) > here}
+    if part(path) == "algorithms":
+        assert not imported(path) & {"engines", "data", "cli"}
+
+
+def test_torchvision_is_never_imported() -> None:
+    assert not [path for path in FILES if "import torchvision" in path.read_text()]
+
+
+def test_importing_fedloom_does_not_import_torch() -> None:
+    code = "import sys, fedloom; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
