@@ -31,10 +31,11 @@ def small_federation(
     unseen: int = 0,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Federation:
     """Clients with ``sizes`` training samples, 3 for validation and 5 for testing; the last ``unseen`` are held out."""
     rng = np.random.default_rng(seed)
-    built = [Model(parse(name, SHAPE, CLASSES), dtype=dtype) for name in models]
+    built = [Model(parse(name, SHAPE, CLASSES), device, dtype) for name in models]
     roster, start = {}, 0
     for i, size in enumerate(sizes):
         cuts = np.cumsum([start, size, 3, 5])
@@ -44,7 +45,7 @@ def small_federation(
     y = torch.as_tensor(rng.integers(0, CLASSES, start))
     # classes differ in their mean, so that there is something to learn
     x = torch.as_tensor(rng.standard_normal((start, *SHAPE))) + y.reshape(-1, 1, 1, 1)
-    return Federation(x.to(dtype), y, CLASSIFICATION, roster)
+    return Federation(x.to(device, dtype), y.to(device), CLASSIFICATION, roster)
 
 
 class Played:
@@ -56,7 +57,9 @@ class Played:
 
 def setup_of(federation: Federation, config: Any, seed: int = 0) -> Setup[Any]:
     """The setup for a method on a federation."""
-    return Setup(config, federation.participants, federation.models, federation.task, seed, dtype=federation.dtype)
+    return Setup(
+        config, federation.participants, federation.models, federation.task, seed, federation.device, federation.dtype
+    )
 
 
 def play(

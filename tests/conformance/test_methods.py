@@ -9,8 +9,8 @@ import inspect
 
 import pytest
 import torch
-from conftest import Played, models_for, play, small_federation
 
+from conftest import Played, models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.core.config import fields
 from fedloom.core.contract import Algorithm, Cohort

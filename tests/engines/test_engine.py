@@ -7,9 +7,8 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import play, setup_of, small_federation
-from nets import Explosive
 
+from conftest import play, setup_of, small_federation
 from fedloom import algorithms
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import RoundError
@@ -18,6 +17,7 @@ from fedloom.engines.auto import ENGINES, choose
 from fedloom.engines.engine import Outcome, refusals
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from nets import Explosive
 
 FEDAVG = algorithms.get("fedavg")
 

@@ -48,13 +48,9 @@ def datasets(data_root: DataRoot = None) -> None:
 
     root = _root(data_root)
     known = map(dataset, names())
-    table(
-        ["--dataset", "what it is", "files"], [(one.name, one.about, _presence(one, root)) for one in known]
-    )
+    table(["--dataset", "what it is", "files"], [(one.name, one.about, _presence(one, root)) for one in known])
     typer.echo("Your own data: an .npz file with x and y, or a folder with one such file per client.\n")
-    table(
-        ["--partition", "how samples are split over clients"], [(one.usage, one.about) for one in schemes()]
-    )
+    table(["--partition", "how samples are split over clients"], [(one.usage, one.about) for one in schemes()])
 
 
 def models() -> None:
@@ -68,9 +64,7 @@ def models() -> None:
     for name, network in networks().items():
         rows.append((name, (inspect.getdoc(network) or "").partition("\n")[0], _model_options(network)))
     table(["--model", "what it is", "options"], rows)
-    typer.echo(
-        "Options follow a colon, as in lenet:kernels=8; your own network is an import path, as in nets:Net."
-    )
+    typer.echo("Options follow a colon, as in lenet:kernels=8; your own network is an import path, as in nets:Net.")
 
 
 def _needs(method: Algorithm) -> str:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 import fedloom
 from fedloom.cli import catalogue, data, new, run, runs
@@ -16,6 +17,13 @@ from fedloom.cli.output import USER_ERROR, friendly, tell
 from fedloom.core.errors import FedloomError
 
 EPILOG = "Start with: fedloom run pfedhn --dataset digits --clients 10 --rounds 20"
+
+
+class RunFirst(TyperGroup):
+    """Typer lists sub-commands with commands of their own last; the first one that users need is one of them."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return sorted(super().list_commands(ctx), key=lambda name: name != "run")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,6 +48,7 @@ def _version(wanted: bool) -> None:
 def application(words: Sequence[str]) -> typer.Typer:
     """The commands; of all methods, only the one that ``words`` names gets its flags."""
     app = typer.Typer(
+        cls=RunFirst,
         help="Federated learning with a model of its own for every client.",
         epilog=EPILOG,
         no_args_is_help=True,
@@ -48,9 +57,11 @@ def application(words: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_top)
     app.add_typer(run.application(words), name="run")
-    for command in (runs.resume, runs.evaluate, runs.export, runs.compare):
-        app.command()(friendly(command))
-    for command in (catalogue.methods, catalogue.datasets, catalogue.models, new.new):
+    commands: tuple[Callable[..., None], ...] = (
+        *(runs.resume, runs.evaluate, runs.export, runs.compare),
+        *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
+    )
+    for command in commands:
         app.command()(friendly(command))
     app.add_typer(data.application(), name="data")
     return app

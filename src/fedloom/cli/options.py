@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -19,19 +20,20 @@ WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 def flags(config_type: type, panel: str, names: Collection[str] | None = None) -> list[inspect.Parameter]:
     """One optional parameter per field, under the heading ``panel``; only ``names`` if they are given."""
-    return [
-        _flag(field, kind, panel)
-        for field, kind in fields(config_type)
-        if names is None or field.name in names
-    ]
+    return [_flag(field, kind, panel) for field, kind in fields(config_type) if names is None or field.name in names]
 
 
 def with_flags(command: Callable[..., None], generated: Iterable[inspect.Parameter]) -> Callable[..., None]:
     """``command``, which takes ``**flags``, with the generated parameters in their place."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        command(**values)
+
     own = inspect.signature(command, eval_str=True).parameters.values()
     kept = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-    command.__signature__ = inspect.Signature([*generated, *kept])  # type: ignore[attr-defined]
-    return command
+    call.__signature__ = inspect.Signature([*generated, *kept])  # type: ignore[attr-defined]
+    return call
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
@@ -44,8 +46,8 @@ def _flag(field: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
     about = typer.Option(
         f"{spelling}/--no-{spelling.removeprefix('--')}" if is_switch else spelling,
         metavar=None if is_switch else _metavar(kind),
-        help=field.metadata["help"],
-        show_default=_default(field.default, spelling),
+        help=f"{field.metadata['help']}{_default(field.default)}",
+        show_default=False,
         rich_help_panel=panel,
     )
     annotation = Annotated[Optional[bool], about] if is_switch else Annotated[Optional[str], about]  # noqa: UP045
@@ -62,10 +64,10 @@ def _metavar(kind: Any) -> str:
     return WORDS[kind]
 
 
-def _default(value: Any, spelling: str) -> str | bool:
-    """The default as it would be written; False for none."""
+def _default(value: Any) -> str:
+    """The default as it would be written, in a sentence: typer knows only that a flag may be left out."""
     if value is None:
-        return False
+        return ""
     if isinstance(value, bool):
-        return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        value = "on" if value else "off"
+    return f" Default: {','.join(map(str, value)) if isinstance(value, tuple) else value}."

@@ -41,15 +41,15 @@ def tell(message: object) -> None:
 
 
 @contextmanager
-def stoppable(path: Path) -> Iterator[None]:
-    """Ctrl-C within ends the command; says what is left of the run at ``path``."""
+def stoppable(path: Path, how: str = "") -> Iterator[None]:
+    """Ctrl-C within ends the command, and says what is left of the run at ``path``; ``how`` are flags to go on with."""
     try:
         yield
     except KeyboardInterrupt:
         from fedloom.runs.directory import CONFIG
 
         if (path / CONFIG).is_file():
-            tell(f"stopped; saved in {path}. Go on with `fedloom resume {path}`.")
+            tell(f"stopped; saved in {path}. Go on with `fedloom resume {path}{how}`.")
         else:
             tell("stopped before the first round; nothing was saved.")
         raise typer.Exit(INTERRUPTED) from None
@@ -95,8 +95,7 @@ def result(summary: Mapping[str, Any]) -> None:
         found = summary.get(name) or {}
         stem = "deployed/participants"
         val, test, worst = (
-            found.get(f"{stem}/{key}")
-            for key in (f"val/{metric}", f"test/{metric}", f"test/{metric}_worst10")
+            found.get(f"{stem}/{key}") for key in (f"val/{metric}", f"test/{metric}", f"test/{metric}_worst10")
         )
         rows.append((name, found.get("round"), val, test, worst))
     unseen = summary.get("unseen") or {}

@@ -76,13 +76,9 @@ def read(file: Path | str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(file).read_bytes())
     except OSError as error:
-        raise ConfigError(
-            f"Cannot read --config {file}: {error.strerror or error}; give a YAML file."
-        ) from error
+        raise ConfigError(f"Cannot read --config {file}: {error.strerror or error}; give a YAML file.") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"--config {file} is not YAML: {error}; write one `option: value` per line."
-        ) from error
+        raise ConfigError(f"--config {file} is not YAML: {error}; write one `option: value` per line.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file} holds no mapping; write one `option: value` per line.")
     return {str(name).replace("-", "_"): value for name, value in content.items()}
@@ -116,16 +112,10 @@ def _command(method: str) -> Callable[..., None]:
         ] = None,
         seeds: Annotated[
             int | None,
-            typer.Option(
-                min=1, metavar="N", help="Train with N seeds from --seed on, in DIR/seed-K, and compare."
-            ),
+            typer.Option(min=1, metavar="N", help="Train with N seeds from --seed on, in DIR/seed-K, and compare."),
         ] = None,
-        json: Annotated[
-            bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")
-        ] = False,
-        quiet: Annotated[
-            bool, typer.Option("--quiet", help="Print the run directory and nothing else.")
-        ] = False,
+        json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")] = False,
         **values: Any,
     ) -> None:
         options = _options(method, config, given(values))
@@ -138,9 +128,7 @@ def _options(method: str, config: Path | None, from_flags: dict[str, Any]) -> di
     from_file = read(config) if config else {}
     other = from_file.pop("method", method)
     if other != method:
-        raise ConfigError(
-            f"{config} is for the method {other!r}, not {method!r}; write `fedloom run {other}`."
-        )
+        raise ConfigError(f"{config} is for the method {other!r}, not {method!r}; write `fedloom run {other}`.")
     return {**from_file, **from_flags}
 
 

@@ -14,18 +14,14 @@ from fedloom.cli.output import json_line, result, stoppable, table, tell
 from fedloom.core.errors import ConfigError, RunError, unknown
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-Which = Annotated[
-    str, typer.Option(metavar="best|last|ROUND", help="The checkpoint: best by validation, or a round.")
-]
+Which = Annotated[str, typer.Option(metavar="best|last|ROUND", help="The checkpoint: best by validation, or a round.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def resume(
     run: RunPath,
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to round N.")] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
 ) -> None:
     """Go on with a run that was stopped, or further with one that was not.
@@ -34,7 +30,8 @@ def resume(
     """
     from fedloom import api
 
-    with stoppable(run):
+    # the run's config keeps the number of rounds first asked for, so whoever goes on must ask again
+    with stoppable(run, f" --rounds {rounds}" if rounds is not None else ""):
         done = api.resume(run, rounds=rounds, progress="json" if json else "quiet" if quiet else "auto")
     if not json and not quiet:
         result(done.summary)
@@ -43,12 +40,8 @@ def resume(
 def evaluate(
     run: RunPath,
     which: Which = "best",
-    split: Annotated[
-        str, typer.Option(metavar="test|val|train", help="Which of the clients' own data.")
-    ] = "test",
-    unseen: Annotated[
-        bool, typer.Option("--unseen", help="The clients held out of training instead.")
-    ] = False,
+    split: Annotated[str, typer.Option(metavar="test|val|train", help="Which of the clients' own data.")] = "test",
+    unseen: Annotated[bool, typer.Option("--unseen", help="The clients held out of training instead.")] = False,
     json: AsJson = False,
 ) -> None:
     """Try every client's model on its own data.
@@ -103,9 +96,7 @@ def export(
 
 
 def compare(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
     json: AsJson = False,
 ) -> None:
     """Put finished runs side by side: a row per method and config, mean ± standard deviation over seeds.
@@ -136,7 +127,11 @@ def show_comparison(paths: Sequence[Path], progress: str) -> None:
             "seconds",
             "MB sent",
         ]
-        table(columns, [_row(row) for row in found.rows], title=f"test {found.rows[0].metric}")
+        table(
+            columns,
+            [_row(row) for row in found.rows],
+            title=f"test {' or '.join({row.metric: None for row in found.rows})}",
+        )
 
 
 def _row(row: Any) -> tuple[object, ...]:
@@ -156,9 +151,7 @@ def _row(row: Any) -> tuple[object, ...]:
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    return {
-        name: value._asdict() if hasattr(value, "_asdict") else value for name, value in asdict(row).items()
-    }
+    return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in asdict(row).items()}
 
 
 def _checkpoint(which: str) -> Any:

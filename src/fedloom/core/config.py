@@ -144,7 +144,7 @@ def _as(value: Any, kind: Any) -> Any:
     if kind in (int, float) and not isinstance(value, bool):
         try:
             number = kind(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
         return None if kind is int and isinstance(value, float) and value != number else number
     return None

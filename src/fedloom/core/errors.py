@@ -47,6 +47,6 @@ def unknown(what: str, got: str, choices: Iterable[str]) -> ConfigError:
     "Unknown method 'pfedhm'; did you mean 'pfedhn'? Choose from: fedavg, pfedhn."
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(got, known, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(str(got), known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
     return ConfigError(f"Unknown {what} {got!r}{hint} Choose from: {', '.join(known)}.")

@@ -38,7 +38,9 @@ def key(*name: int | str) -> Tensor:
 
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
     """A new key from a key and a number: one key per step, per layer, per purpose."""
-    return _mix(key + _mix(torch.as_tensor(data, dtype=torch.int64, device=key.device) + _GOLDEN))
+    if not isinstance(data, Tensor):
+        data = torch.full((), data, dtype=torch.int64, device=key.device)
+    return _mix(key + _mix(data.to(torch.int64) + _GOLDEN))
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

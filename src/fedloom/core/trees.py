@@ -73,8 +73,8 @@ def faults(tree: Any, where: str = "tree") -> list[str]:
 
 
 def signature(tree: Tree) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Paths and shapes: equal for trees that can be stacked."""
-    return tuple((path, tuple(leaf.shape)) for path, leaf in leaves(tree))
+    """Paths and shapes, empty branches included: equal for trees that can be stacked."""
+    return tuple((path, tuple(leaf.shape)) for path, leaf in flatten(tree).items())
 
 
 def num_bytes(tree: Tree) -> int:
@@ -88,8 +88,9 @@ def stack(trees: Sequence[Tree]) -> Any:
 
 
 def squared_norm(tree: Tree) -> Tensor:
-    """The squared Euclidean norm over all leaves together."""
-    return torch.stack([leaf.square().sum() for _, leaf in leaves(tree)]).sum()
+    """The squared Euclidean norm over all leaves together, the same bits whatever the order of the keys."""
+    ordered = sorted(leaves(tree), key=lambda item: item[0])
+    return torch.stack([leaf.square().sum() for _, leaf in ordered]).sum()
 
 
 class PerClient(Mapping[ClientId, Tree]):
@@ -136,6 +137,8 @@ class PerClient(Mapping[ClientId, Tree]):
         members, tree = self.groups[group]
         if tuple(clients) == members:
             return tree
+        if any(self._at[c][0] != group for c in clients):
+            raise ValueError("the clients picked have trees of different shapes; pick them group by group")
         rows = [self._at[c][1] for c in clients]
         picked: Tree = tree_map(lambda leaf: leaf[rows], tree)
         return picked

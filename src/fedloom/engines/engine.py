@@ -67,6 +67,7 @@ class AbstractEngine(abc.ABC):
         self.seed = seed
         self.memory: dict[ClientId, Tree] = {}
         self.books = Books()
+        self.notes: list[str] = []
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0
         self._asks = 0
@@ -213,7 +214,7 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
     wrong = faults(replies, "reply")
     if wrong:
         return [f"replied with something that is not a tree of tensors: {wrong[0]}"] * number
-    wanted = dict(signature(expected))
+    wanted = {path: tuple(leaf.shape) for path, leaf in leaves(expected)}
     got = {path: tuple(leaf.shape[1:]) for path, leaf in leaves(replies)}
     for path in [*wanted, *got]:
         if wanted.get(path) != got.get(path):

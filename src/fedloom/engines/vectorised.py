@@ -8,6 +8,7 @@ clients still at work cost and none is masked away. Batches that are not full ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,31 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedloom.clients.batching import PaddedSchedule
-from fedloom.core.contract import Batch, Home, Program
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Algorithm, Batch, Home, Program
 from fedloom.core.random import fold
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
+from fedloom.engines.capture import CapturedSteps, Step
 from fedloom.engines.engine import AbstractEngine, Outcome
+
+Facts = tuple[Tensor, Tensor]
+"""The numbers of samples and the keys of a group."""
+
+MIN_CAPTURED_STEPS = 8
+"""Recording a graph costs about three steps."""
+
+CAPACITY = 64
+"""Graphs are made for multiples of this many steps, so that asks of nearly equal length share one."""
 
 
 class Vectorised(AbstractEngine):
     """All clients of an architecture in one batched operation after another."""
 
     name = "vectorised"
+
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self._captured: dict[Any, CapturedSteps | None] = {}
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``."""
@@ -35,46 +51,72 @@ class Vectorised(AbstractEngine):
         facts = (self.num_samples(clients), self.keys(program, clients))
         own, memory = mine.pick(clients), stack([self.recall(client) for client in clients])
 
-        def home(num_samples: Tensor, key: Tensor) -> Home:
-            return self.home(clients[0], num_samples, key)
+        def home(facts: Facts) -> Home:
+            return self.home(clients[0], *facts)
 
-        def init(facts: Any, own: Tree, memory: Tree) -> Any:
-            return program.init(home(*facts), shared, own, memory)
+        def init(facts: Facts, own: Tree, memory: Tree) -> Any:
+            return program.init(home(facts), shared, own, memory)
 
-        def step(facts: Any, carry: Any, batch: Batch) -> Any:
-            return program.step(home(*facts), shared, carry, batch)
+        def step(shared: Tree, facts: Facts, carry: Any, batch: Batch) -> Any:
+            return program.step(home(facts), shared, carry, batch)
 
-        def final(facts: Any, carry: Any, memory: Tree) -> Any:
-            return program.final(home(*facts), shared, carry, memory)
+        def final(facts: Facts, carry: Any, memory: Tree) -> Any:
+            return program.final(home(facts), shared, carry, memory)
 
         carry = vmap(init)(facts, own, memory)
-        carry = self._steps(plan, step, facts, carry, len(clients))
+        carry = self._all_steps(program, plan, step, shared, facts, carry)
         reply, after = vmap(final)(facts, carry, memory)
         return Outcome(PerClient([(clients, reply)]), PerClient([(clients, after)]))
 
-    def _steps(self, plan: PaddedSchedule, step: Any, facts: tuple[Tensor, Tensor], carry: Any, size: int) -> Any:
-        """Every step of every client; the carries of those that are done are set aside."""
+    def _all_steps(
+        self, program: Program, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any
+    ) -> Any:
+        """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
+        if self.federation.device.type != "cuda" or len(plan.active) < MIN_CAPTURED_STEPS:
+            return self._steps(plan, step, shared, facts, carry)
+        steps, width = plan.rows.shape[0], plan.rows.shape[2]
+        capacity = -(-steps // CAPACITY) * CAPACITY
+        shapes = pytree.tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype), (shared, facts, carry))
+        kind = (program, str(pytree.tree_flatten(shapes)), width, capacity)
+        if kind not in self._captured:
+            data = (self.federation.x, self.federation.y)
+            self._captured[kind] = CapturedSteps(step, shared, facts, carry, data, width, capacity)
+        captured = self._captured[kind]
+        if captured is None:
+            return self._steps(plan, step, shared, facts, carry)
+        try:
+            return captured.run(plan, shared, facts, carry)
+        except RuntimeError as error:
+            if captured.graph is not None:
+                raise
+            self._captured[kind] = None
+            self.notes.append(f"{program.name} cannot be captured, runs step by step: {str(error).splitlines()[0]}")
+            return self._steps(plan, step, shared, facts, carry)
+
+    def _steps(self, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any) -> Any:
+        """Step by step; the carries of clients that are done are set aside."""
         device = self.federation.device
         rows, sizes = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.sizes).to(device)
         epochs = torch.from_numpy(plan.epochs).to(device)
+        stepped = vmap(partial(step, shared))
         done: list[Any] = []
-        working = size
+        working = len(facts[0])
         for t, active in enumerate(plan.active.tolist()):
             if active < working:
                 done.append(_rows(carry, active, working))
                 carry, facts, working = _rows(carry, 0, active), _rows(facts, 0, active), active
             width = int(plan.sizes[t, :active].max())
             index = rows[t, :active, :width]
-            number = torch.tensor(t, device=device)
+            number = torch.full((active,), t, device=device)
             batch = Batch(
                 self.federation.x[index],
                 self.federation.y[index],
                 torch.arange(width, device=device) < sizes[t, :active, None],
-                number.expand(active),
+                number,
                 epochs[t, :active],
                 fold(facts[1], number),
             )
-            carry = vmap(step)(facts, carry, batch)
+            carry = stepped(facts, carry, batch)
         done.append(carry)
         return pytree.tree_map(lambda *parts: torch.cat(parts), *reversed(done)) if len(done) > 1 else carry
 

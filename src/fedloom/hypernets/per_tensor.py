@@ -60,11 +60,11 @@ class PerTensorLoom:
         """(clients, parameters) -> {name: (clients, ...)}."""
         shapes = self.targets[target]
         parts = torch.split(vectors, [math.prod(shape) for shape in shapes.values()], dim=1)
-        return {name: part.reshape(-1, *shape) for (name, shape), part in zip(shapes.items(), parts)}
+        return {name: part.reshape(len(part), *shape) for (name, shape), part in zip(shapes.items(), parts)}
 
     def flatten(self, params: Params, target: str) -> Tensor:
         """{name: (clients, ...)} -> (clients, parameters)."""
-        return torch.cat([params[name].flatten(1) for name in self.targets[target]], dim=1)
+        return torch.cat([params[name].reshape(len(params[name]), -1) for name in self.targets[target]], dim=1)
 
 
 def _total(shapes: Shapes) -> int:

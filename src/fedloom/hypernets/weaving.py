@@ -58,10 +58,11 @@ def pull_back(
     table = embeddings.detach().requires_grad_()
     weights = {name: value.detach().requires_grad_(through_loom) for name, value in phi.items()}
     woven, pseudo_grads = [], []
-    for members, reply in replies.groups:
-        target = str(setup.models[members[0]].spec)
-        woven.append(loom(weights, table[[row[m] for m in members]], target))
-        pseudo_grads.append(-loom.flatten(reply["delta"], target) / len(replies))
+    for group, _ in replies.groups:
+        # architectures of equal shapes share a group of replies, but not a head
+        for spec, members in setup.by_model(group).items():
+            woven.append(loom(weights, table[[row[m] for m in members]], str(spec)))
+            pseudo_grads.append(-loom.flatten(replies.pick(members)["delta"], str(spec)) / len(replies))
     wanted = [table, *(weights.values() if through_loom else ())]
     # a head that no reply went through has a gradient of zero: decay and momentum still act on it
     grads = torch.autograd.grad(woven, wanted, pseudo_grads, allow_unused=True, materialize_grads=True)

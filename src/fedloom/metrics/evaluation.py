@@ -7,7 +7,7 @@ It is an ask like any other: it runs on every engine, and it knows of a method o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ def evaluate(
     return scores
 
 
+@cache
 def evaluation_program(algorithm: Algorithm, split: str, batch_size: int) -> Program:
     """One pass over a split, nothing changed."""
     batches = Batches(split, batch_size, epochs=1, shuffle=False)

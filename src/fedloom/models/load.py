@@ -6,13 +6,38 @@ from __future__ import annotations
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from torch import nn
 
+from fedloom.core.errors import DataError
+from fedloom.core.trees import Params
 from fedloom.models.spec import parse
 
 
 def load_model(path: str | Path, model: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """The network ``model`` with the parameters in ``path``, in evaluation mode."""
+    """The network ``model`` with the parameters in ``path``, of the type they have there, in evaluation mode."""
     module = parse(model, input_shape, num_outputs).build()
-    module.load_state_dict(safetensors.torch.load_file(path))
-    return module.eval()
+    return fill(module, safetensors.torch.load_file(path), str(path)).eval()
+
+
+def fill(module: nn.Module, tensors: Params, where: str) -> nn.Module:
+    """``module`` with these parameters and buffers, by name.
+
+    Not by ``load_state_dict``, which leaves out buffers that are not persistent and names tied parameters twice.
+    """
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            module.to(tensor.dtype)
+            break
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name in [*own, *tensors]:
+        want, got = (tuple(t[name].shape) if name in t else None for t in (own, tensors))
+        if want != got:
+            raise DataError(
+                f"{where} has {name} of shape {got}; {type(module).__name__} has it of shape {want}. "
+                "Name the model and the shapes that the file was written for."
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    return module

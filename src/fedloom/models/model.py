@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, uniform
 from fedloom.core.trees import Params, Tree
+from fedloom.models.load import fill
 from fedloom.models.spec import ModelSpec
 
 
@@ -34,7 +38,9 @@ class Model:
         self.spec = spec
         self.device, self.dtype = torch.device(device), dtype
         self.num_outputs = spec.num_outputs
-        module = _seeded_build(spec, 0).to(self.device, dtype)
+        module = _seeded_build(spec, 0)
+        _check_parameters(spec, module)
+        module = module.to(self.device, dtype)
         self._eval, self._train = copy.deepcopy(module).eval(), module.train()
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_parameters()}
         self.head = _head(module)
@@ -51,11 +57,11 @@ class Model:
     def train(
         self, params: Params, buffers: Tree, x: Tensor, mask: Tensor, key: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        after = {name: buffer.clone() for name, buffer in buffers.items()}  # updated in place below
-        if not self._special:
-            return functional_call(self._train, (dict(params), after), (x,)), after
-        with _Replaced(mask, key):
-            return functional_call(self._train, (dict(params), after), (x,)), after
+        # the call updates the buffers in place, or puts new ones into this dict
+        state: dict[str, Tensor] = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        with _Replaced(mask, key) if self._special else nullcontext():
+            outputs: Tensor = functional_call(self._train, state, (x,))
+        return outputs, {name: state[name] for name in buffers}
 
     def __call__(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
         outputs: Tensor = functional_call(self._eval, (dict(params), dict(buffers)), (x,))
@@ -63,9 +69,7 @@ class Model:
 
     def module(self, params: Params, buffers: Tree) -> nn.Module:
         """The module itself with these parameters, in evaluation mode: what a user deploys."""
-        module = copy.deepcopy(self._eval)
-        module.load_state_dict({**params, **buffers})
-        return module
+        return fill(copy.deepcopy(self._eval), {**params, **buffers}, "the tree of parameters and buffers")
 
     @cached_property
     def size(self) -> int:
@@ -80,20 +84,34 @@ class Model:
                     f"{self.spec}: layer {name} is a BatchNorm with momentum=None or track_running_stats=False; its "
                     "result depends on how data are batched. Use the defaults of both."
                 )
+            if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+                raise ConfigError(
+                    f"{self.spec}: layer {name} is an InstanceNorm with track_running_stats=True; its running "
+                    "statistics would count padding. Use the default."
+                )
         x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.dtype)
         mask = torch.ones(2, dtype=torch.bool, device=self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        before = _generators(self.device)
         with (
+            torch.random.fork_rng(devices=devices),
             _Replaced(mask, torch.zeros((), dtype=torch.int64, device=self.device)) as replaced,
             torch.no_grad(),
         ):
             state: dict[str, Tensor] = {**dict(self._train.named_parameters()), **self.fresh_buffers()}
             try:
                 outputs = functional_call(self._train, state, (x,))
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            except ConfigError as error:
+                raise ConfigError(f"{self.spec}: {error}") from None
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+                why = str(error).partition("\n")[0] or type(error).__name__
                 raise ConfigError(
-                    f"{self.spec} cannot take data of shape {self.spec.input_shape}: {str(error).splitlines()[0]} "
+                    f"{self.spec} cannot take data of shape {self.spec.input_shape}: {why} "
                     "Choose another --model, or options that fit."
                 ) from error
+            drew = not torch.equal(before, _generators(self.device))
+        if drew:
+            raise ConfigError(f"{self.spec}: {_draws('a function')}")
         if not isinstance(outputs, Tensor) or outputs.shape != (2, self.num_outputs):
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(
@@ -110,10 +128,34 @@ def _seeded_build(spec: ModelSpec, seed: int) -> nn.Module:
         return spec.build()
 
 
+def _check_parameters(spec: ModelSpec, module: nn.Module) -> None:
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ConfigError(f"{spec} has no parameters; there is nothing to train. Choose another --model.")
+    for name, value in [*parameters.items(), *module.named_buffers()]:
+        if is_lazy(value):
+            raise ConfigError(f"{spec}: {name} has no shape before the first call. Give lazy layers their sizes.")
+
+
+def _generators(device: torch.device) -> Tensor:
+    """The state of torch's global generators."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _draws(what: str) -> str:
+    return (
+        f"the model calls {what} that draws from torch's global generator, so that results would depend on the order "
+        "of clients. Use dropout layers, with dropout=0 in attention and recurrent layers."
+    )
+
+
 def _head(module: nn.Module) -> frozenset[str]:
     """The parameters of the layer that the class names as ``head``, else of the last layer that has any."""
     layer = getattr(type(module), "head", None)
-    if layer is None:
+    if not isinstance(layer, str):
         layer = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
     names = frozenset(n for n, _ in module.named_parameters() if n.startswith(f"{layer}.") or not layer)
     if not names:
@@ -138,20 +180,18 @@ class _Replaced(TorchFunctionMode):
         if func in _DROPOUTS:
             self.called.add("dropout")
             self.layers += 1
-            return _DROPOUTS[func](fold(self.key, self.layers), *args, **kwargs)
+            dropped = _DROPOUTS[func](fold(self.key, self.layers), *args, **kwargs)
+            return args[0].copy_(dropped) if kwargs.get("inplace") else dropped
         if func in _RANDOM or _dropout_rate(func, args, kwargs) > 0:
-            raise ConfigError(
-                f"the model calls {func.__name__}, which draws from torch's global generator, so that results would "
-                "depend on the order of clients. Use dropout layers, or MultiheadAttention with dropout=0."
-            )
+            raise ConfigError(_draws(f"{func.__name__},"))
         return func(*args, **kwargs)
 
 
 def _batch_norm(
     mask: Tensor,
     x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
@@ -159,6 +199,11 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``F.batch_norm`` whose statistics are those of the unmasked samples."""
+    if running_mean is None or running_var is None:
+        raise ConfigError(
+            "the model calls batch_norm without running statistics; its result depends on how data are batched. "
+            "Use a BatchNorm layer with the defaults."
+        )
     channels = (1, -1) + (1,) * (x.dim() - 2)
     mean, var = running_mean, running_var
     if training:
@@ -195,7 +240,7 @@ def _alpha_dropout(key: Tensor, input: Tensor, p: float = 0.5, training: bool = 
     if not (training and p):
         return input
     low = -1.7580993408473766  # SELU's negative limit, to which dropped units are set (Klambauer et al. 2017)
-    scale = ((1.0 - p) * (1.0 + p * low**2)) ** -0.5
+    scale = max((1.0 - p) * (1.0 + p * low**2), 1e-24) ** -0.5
     keep = _keep(key, input, p, tuple(input.shape))
     dropped: Tensor = scale * (input * keep + low * (1.0 - keep)) - scale * low * p
     return dropped

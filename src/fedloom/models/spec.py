@@ -36,13 +36,24 @@ class ModelSpec:
     def build(self) -> nn.Module:
         """The module, initialised by the global generator of torch."""
         network = network_class(self.name)
-        wanted = inspect.signature(network).parameters
+        try:
+            signature = inspect.signature(network)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{self.name} is a {type(network).__name__}; --model needs a torch.nn.Module class."
+            ) from None
+        wanted = signature.parameters
         given = {"input_shape": self.input_shape, "num_outputs": self.num_outputs}
         given = {name: value for name, value in given.items() if _takes(wanted, name)}
         for name, _ in self.options:
-            if not _takes(wanted, name):
+            if name in given or not _takes(wanted, name):
                 raise unknown(f"option of {self.name}", name, [p for p in wanted if p not in given and p != "self"])
-        module = network(**given, **dict(self.options))
+        arguments = {**given, **dict(self.options)}
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"{self}: {error}; give it as an option, as in {self.name}:option=value.") from None
+        module = network(**arguments)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{self.name} gives a {type(module).__name__}; --model needs a torch.nn.Module class.")
         return module
@@ -54,13 +65,16 @@ def parse(text: str, input_shape: tuple[int, ...], num_outputs: int) -> ModelSpe
     if rest and "=" not in rest[0]:
         name = f"{name}:{rest.pop(0)}"
     network_class(name)
-    options = []
+    options: dict[str, Any] = {}
     for part in rest:
         key, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"--model {text}: {part!r} is not of the form option=value. Write e.g. lenet:kernels=8.")
-        options.append((key.replace("-", "_"), _value(value)))
-    return ModelSpec(name, tuple(sorted(options)), tuple(input_shape), num_outputs)
+        key = key.replace("-", "_")
+        if key in options:
+            raise ConfigError(f"--model {text}: {key} is given twice. Give it once.")
+        options[key] = _value(value)
+    return ModelSpec(name, tuple(sorted(options.items())), tuple(input_shape), num_outputs)
 
 
 @cache
@@ -90,6 +104,8 @@ def network_class(name: str) -> Any:
 def import_path(path: str, what: str) -> Any:
     """The object at ``package.module:Name``."""
     module, _, attribute = path.partition(":")
+    if not module or module.startswith("."):
+        raise ConfigError(f"{what} {path}: {module!r} is no module's full name. Write package.module:Name.")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
@@ -117,4 +133,4 @@ def _value(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "x".join(map(str, value)) + ("x" if len(value) == 1 else "") if isinstance(value, tuple) else str(value)
+    return "x".join(map(str, value)) + ("x" if len(value) < 2 else "") if isinstance(value, tuple) else str(value)

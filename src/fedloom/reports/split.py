@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,50 +12,38 @@ from fedloom.clients.partition import Partition
 from fedloom.core.errors import ConfigError
 from fedloom.data.arrays import Arrays
 
-DPI = 100
-LARGEST = 300
-"""Inches: above, matplotlib's renderer refuses the picture."""
-COLOURS = {False: "tab:blue", True: "tab:orange"}  # by unseen
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LARGEST = 300.0
+"""Inches, at 100 dots each: the renderer refuses pictures of twice that."""
+ROW, COLUMN = 0.16, 0.25  # inches
+DOT = 110
+"""The area of the largest dot in square points: it fills its row."""
+LOOKS = (("participants", "tab:blue"), ("unseen", "tab:orange"))
 
 
 def picture(partition: Partition, arrays: Arrays, path: Path) -> Path:
     """Save a picture: dots of clients by classes, sized by samples; for regression, bars of samples."""
-    # the object interface: pyplot would choose a backend for a screen, and keep the figure
+    # the object interface: pyplot would look for a screen, and keep the figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    writable = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in writable:
-        raise ConfigError(f"--out is {path}; a picture's name ends in one of: {', '.join(sorted(writable))}.")
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise ConfigError(f"--out is {path}; the name of a picture ends in one of: {', '.join(sorted(kinds))}.")
     counts = class_counts(partition, arrays)
     clients, classes = counts.shape
-    size = (min(max(0.25 * classes, 4) + 1.5, LARGEST), min(max(0.16 * clients, 2) + 1.5, LARGEST))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    size = (min(max(COLUMN * classes, 4) + 1.5, LARGEST), min(max(ROW * clients, 2) + 1.5, LARGEST))
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    unseen = np.array([client.unseen for client in partition.clients])
-    for kind in np.unique(unseen):
-        label = "unseen" if kind else "participants"
-        rows = np.flatnonzero(unseen == kind)
-        if arrays.num_classes:
-            y, x = np.nonzero(counts[rows])
-            # areas tell samples; the largest dot fills its row
-            areas = 110 * counts[rows][y, x] / counts.max()
-            axes.scatter(x, rows[y], s=areas, color=COLOURS[bool(kind)], label=label, linewidths=0)
-        else:
-            axes.barh(rows, counts[rows, 0], color=COLOURS[bool(kind)], label=label)
-    axes.set_yticks(range(clients), [client.id for client in partition.clients], fontsize=7)
-    axes.set_ylim(clients - 0.5, -0.5)
-    axes.set_ylabel("client")
-    axes.set_xlabel("class" if arrays.num_classes else "samples")
-    axes.set_title(arrays.name)
-    if arrays.num_classes:
-        axes.set_xlim(-0.7, classes - 0.3)
-        axes.set_xticks(range(classes), arrays.class_names or range(classes), fontsize=7, rotation=90)
-        axes.grid(alpha=0.2)
-        axes.set_axisbelow(True)
-    if unseen.any():
-        figure.legend(loc="outside upper right", markerscale=0.6, fontsize=7)
+    for unseen, (label, colour) in enumerate(LOOKS):
+        rows = np.array([row for row, client in enumerate(partition.clients) if client.unseen == bool(unseen)], int)
+        if len(rows):
+            (_dots if arrays.num_classes else _bars)(axes, rows, counts, label, colour)
+    _label(axes, partition, arrays)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -67,3 +56,28 @@ def class_counts(partition: Partition, arrays: Arrays) -> np.ndarray:
     labels = arrays.y if arrays.num_classes else np.zeros(len(arrays), dtype=np.int64)
     held = [np.concatenate([c.train, c.val, c.test]) for c in partition.clients]
     return np.stack([np.bincount(labels[rows], minlength=max(arrays.num_classes, 1)) for rows in held])
+
+
+def _dots(axes: Axes, rows: np.ndarray, counts: np.ndarray, label: str, colour: str) -> None:
+    which, classes = np.nonzero(counts[rows])
+    areas = DOT * counts[rows[which], classes] / counts.max()
+    axes.scatter(classes, rows[which], s=areas, color=colour, label=label, linewidths=0)
+
+
+def _bars(axes: Axes, rows: np.ndarray, counts: np.ndarray, label: str, colour: str) -> None:
+    axes.barh(rows, counts[rows, 0], color=colour, label=label)
+
+
+def _label(axes: Axes, partition: Partition, arrays: Arrays) -> None:
+    clients, classes = len(partition.clients), arrays.num_classes
+    axes.set_title(arrays.name)
+    axes.set_ylabel("client")
+    axes.set_yticks(range(clients), [client.id for client in partition.clients], fontsize=7)
+    axes.set_ylim(clients - 0.5, -0.5)  # the first client on top
+    axes.set_xlabel("class" if classes else "samples")
+    if classes:
+        names = arrays.class_names or [str(number) for number in range(classes)]
+        axes.set_xticks(range(classes), names, fontsize=7, rotation=90)
+        axes.set_xlim(-0.7, classes - 0.3)
+        axes.grid(alpha=0.2)
+        axes.set_axisbelow(True)
