@@ -71,7 +71,7 @@ def play(
     wrap: Any = None,
     **config: Any,
 ) -> Played:
-    """``rounds`` rounds with everybody, or with the ``cohorts`` given; ``wrap(ask)`` stands between method and engine."""
+    """``rounds`` rounds with everybody or with ``cohorts``; ``wrap(ask)`` stands between method and engine."""
     made = algorithm.config(**{"local_epochs": 2, "batch_size": 4, "local_lr": 0.05, "clip": 0.5, **config})
     setup = setup_of(federation, made)
     ran = ENGINES[engine](federation, algorithm, made, seed=0)

@@ -83,11 +83,13 @@ class Rich(Quiet):
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._bar = Progress(
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            # where the line is too long, the numbers at its end are cut off, not the time
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
             TextColumn("{task.description}", markup=False),
             console=Console(stderr=True, highlight=False, markup=False),
         )
@@ -129,10 +131,12 @@ class News:
 
     def __str__(self) -> str:
         names = {split: f"deployed/participants/{split}/{self._metric}" for split in ("val", "test")}
-        numbers = {f"{split} {self._metric}": self._metrics.get(name) for split, name in names.items()}
-        numbers["local loss"] = self._loss
-        parts = [f"{name} {value:.4f}" for name, value in numbers.items() if value is not None]
-        return ", ".join(parts + [f"{self._dropped} dropped"] * bool(self._dropped))
+        known = {split: self._metrics.get(name) for split, name in names.items()}
+        scores = [f"{split} {value:.4f}" for split, value in known.items() if value is not None]
+        parts = [f"{self._metric} {' '.join(scores)}"] if scores else []
+        parts += [f"local loss {self._loss:.4f}"] if self._loss is not None else []
+        parts += [f"{self._dropped} dropped"] if self._dropped else []
+        return ", ".join(parts)
 
 
 def headline(simulation: Any) -> str:

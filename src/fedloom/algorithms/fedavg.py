@@ -80,8 +80,12 @@ def average(config: Any, state: State, replies: PerClient) -> State:
     params = tree_map(torch.add, state.params, weighted_mean(replies, "delta"))
     buffers = state.buffers
     if config.batchnorm == "averaged":
-        # counters are whole numbers: back to the type they had
-        buffers = tree_map(lambda new, old: new.to(old.dtype), weighted_mean(replies, "buffers"), state.buffers)
+        # counters are whole numbers: to the nearest one, as weights may add up to a little less than 1
+        buffers = tree_map(
+            lambda new, old: (new if old.is_floating_point() else new.round()).to(old.dtype),
+            weighted_mean(replies, "buffers"),
+            state.buffers,
+        )
     return State(params, buffers)
 
 

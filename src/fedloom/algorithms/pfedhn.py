@@ -140,10 +140,12 @@ def learn(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClie
 def step(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
     """One outer step along the replies' mean pseudo-gradient, pulled back through the loom."""
     grads, table_grad = pull_back(setup, loom, state.loom, state.embeddings, setup.clients, replies)
+    learned = setup.config.descriptor == "trainable"
+    if not learned:
+        table_grad = torch.zeros_like(table_grad)  # what is fixed has no part in the norm that is clipped
     before = {**state.loom, "embeddings": state.embeddings}
     after, optimiser = setup.config.outer().update(before, {**grads, "embeddings": table_grad}, state.optimiser)
     phi = {name: value for name, value in after.items() if name != "embeddings"}
-    learned = setup.config.descriptor == "trainable"
     return State(phi, after["embeddings"] if learned else state.embeddings, state.described, optimiser)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -85,23 +85,3 @@ def json_line(value: Any) -> None:
     from fedloom.runs.files import to_json
 
     typer.echo(to_json(value), nl=False)
-
-
-def result(summary: Mapping[str, Any]) -> None:
-    """Print a run in numbers: at its best and last round, and for unseen clients."""
-    metric = summary["metric"]
-    rows: list[tuple[object, ...]] = []
-    for name in ("best", "last"):
-        found = summary.get(name) or {}
-        stem = "deployed/participants"
-        val, test, worst = (
-            found.get(f"{stem}/{key}") for key in (f"val/{metric}", f"test/{metric}", f"test/{metric}_worst10")
-        )
-        rows.append((name, found.get("round"), val, test, worst))
-    unseen = summary.get("unseen") or {}
-    if unseen:
-        stem = f"deployed/unseen/test/{metric}"
-        rows.append(("unseen", summary["rounds"], None, unseen.get(stem), unseen.get(f"{stem}_worst10")))
-    table(["", "round", f"val {metric}", f"test {metric}", "worst 10%"], rows)
-    if "reason" in unseen:
-        typer.echo(unseen["reason"])

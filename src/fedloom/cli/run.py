@@ -14,7 +14,8 @@ import typer
 
 from fedloom import algorithms
 from fedloom.cli.options import flags, given, with_flags
-from fedloom.cli.output import friendly, result, stoppable
+from fedloom.cli.output import friendly, stoppable
+from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
 from fedloom.core.errors import ConfigError, unknown
 from fedloom.runs.options import RunOptions
 
@@ -104,7 +105,7 @@ def _command(method: str) -> Callable[..., None]:
     def command(
         *,
         config: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="YAML file of options; flags go before it.")
+            Path | None, typer.Option(metavar="FILE", help="YAML file of options; flags win over it.")
         ] = None,
         out: Annotated[
             Path | None,
@@ -119,7 +120,7 @@ def _command(method: str) -> Callable[..., None]:
         **values: Any,
     ) -> None:
         options = _options(method, config, given(values))
-        train(method, options, out, seeds, "json" if json else "quiet" if quiet else "auto")
+        train(method, options, out, seeds, JSON if json else QUIET if quiet else AUTO)
 
     return friendly(with_flags(command, [*own, *shared]))
 
@@ -145,16 +146,6 @@ def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | N
         path = out / f"seed-{seed}" if out and seeds else out or api._new_path(method, resolved)
         with stoppable(path):
             done.append(api.run(method, out=path, progress=progress, **resolved))
-        show(done[-1], progress)
+        finished(done[-1], progress)
     if seeds:
-        from fedloom.cli.runs import show_comparison
-
-        show_comparison([run.path for run in done], progress)
-
-
-def show(run: Any, progress: str) -> None:
-    """Print a finished run; its JSON lines are out already."""
-    if progress == "quiet":
-        typer.echo(run.path)
-    elif progress == "auto":
-        result(run.summary)
+        comparison([run.path for run in done], progress)

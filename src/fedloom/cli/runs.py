@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.output import json_line, result, stoppable, table, tell
+from fedloom.cli.output import json_line, stoppable, table
+from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
 from fedloom.core.errors import ConfigError, RunError, unknown
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -22,7 +21,7 @@ def resume(
     run: RunPath,
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to round N.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")] = False,
 ) -> None:
     """Go on with a run that was stopped, or further with one that was not.
 
@@ -30,11 +29,11 @@ def resume(
     """
     from fedloom import api
 
+    progress = JSON if json else QUIET if quiet else AUTO
     # the run's config keeps the number of rounds first asked for, so whoever goes on must ask again
     with stoppable(run, f" --rounds {rounds}" if rounds is not None else ""):
-        done = api.resume(run, rounds=rounds, progress="json" if json else "quiet" if quiet else "auto")
-    if not json and not quiet:
-        result(done.summary)
+        done = api.resume(run, rounds=rounds, progress=progress)
+    finished(done, progress)
 
 
 def evaluate(
@@ -103,55 +102,7 @@ def compare(
 
     Example: fedloom compare runs/fedavg-digits-seed0 runs/pfedhn-digits-seed0
     """
-    show_comparison(runs, "json" if json else "auto")
-
-
-def show_comparison(paths: Sequence[Path], progress: str) -> None:
-    """Print the comparison of runs, as a table or as JSON."""
-    from fedloom.reports.compare import compare
-
-    found = compare(paths)
-    for sentence in found.left_out:
-        tell(sentence)
-    if progress == "json":
-        json_line({"comparison": [_plain(row) for row in found.rows]})
-    elif progress == "auto":
-        columns = [
-            "method",
-            "options",
-            "seeds",
-            "best test",
-            "last test",
-            "worst 10%",
-            "unseen",
-            "seconds",
-            "MB sent",
-        ]
-        table(
-            columns,
-            [_row(row) for row in found.rows],
-            title=f"test {' or '.join({row.metric: None for row in found.rows})}",
-        )
-
-
-def _row(row: Any) -> tuple[object, ...]:
-    options = " ".join(f"{name}={value}" for name, value in row.options.items())
-    seconds, megabytes = (f"{row.seconds.mean:.1f}", f"{row.megabytes.mean:.1f}")
-    return (
-        row.method,
-        options,
-        len(row.seeds),
-        row.best,
-        row.last,
-        row.worst10,
-        row.unseen,
-        seconds,
-        megabytes,
-    )
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in asdict(row).items()}
+    comparison(runs, JSON if json else AUTO)
 
 
 def _checkpoint(which: str) -> Any:

@@ -73,6 +73,8 @@ class Federation:
                 f"The newcomer's samples have shape {tuple(x.shape[1:])}; this federation's have "
                 f"{tuple(self.x.shape[1:])}. Give data of the same shape."
             )
+        if newcomer in self.roster:
+            raise DataError(f"A client {newcomer!r} is in this federation already. Give the newcomer another name.")
         rows = np.arange(len(self.x), len(self.x) + len(x))
         client = Client(newcomer, model, {"train": rows, "val": rows[:0], "test": rows[:0]}, unseen=True)
         together = {"x": torch.cat([self.x, x.to(self.x)]), "y": torch.cat([self.y, y.to(self.y)])}

@@ -7,6 +7,7 @@ and they run under ``vmap``. Clipping is by the norm over all tensors together, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +62,9 @@ class Optimiser:
         count = state["count"] + 1
         mean = tree_map(lambda m, g: torch.lerp(m, g, 1 - b1), state["mean"], grads)
         square = tree_map(lambda s, g: b2 * s + (1 - b2) * g * g, state["square"], grads)
-        rate, root = self.lr / (1 - b1**count), torch.sqrt(1 - b2**count)
+        # 1 - b**count, without the rounding of 0.999 to the parameters' type
+        corrections = [-torch.expm1(count * (math.log(b) if b else -math.inf)) for b in self.betas]
+        rate, root = self.lr / corrections[0], torch.sqrt(corrections[1])
         decay = 1 - self.lr * self.weight_decay if self.name == "adamw" else 1.0
         params = tree_map(lambda p, m, s: decay * p - rate * m / (s.sqrt() / root + self.eps), params, mean, square)
         return params, {"mean": mean, "square": square, "count": count}

@@ -88,9 +88,8 @@ def stack(trees: Sequence[Tree]) -> Any:
 
 
 def squared_norm(tree: Tree) -> Tensor:
-    """The squared Euclidean norm over all leaves together, the same bits whatever the order of the keys."""
-    ordered = sorted(leaves(tree), key=lambda item: item[0])
-    return torch.stack([leaf.square().sum() for _, leaf in ordered]).sum()
+    """The squared Euclidean norm over all leaves together."""
+    return torch.stack([leaf.square().sum() for _, leaf in leaves(tree)]).sum()
 
 
 class PerClient(Mapping[ClientId, Tree]):

@@ -104,14 +104,14 @@ class Model:
             except ConfigError as error:
                 raise ConfigError(f"{self.spec}: {error}") from None
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-                why = str(error).partition("\n")[0] or type(error).__name__
+                why = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
                 raise ConfigError(
-                    f"{self.spec} cannot take data of shape {self.spec.input_shape}: {why} "
+                    f"{self.spec} cannot take data of shape {self.spec.input_shape}: {why}. "
                     "Choose another --model, or options that fit."
                 ) from error
             drew = not torch.equal(before, _generators(self.device))
         if drew:
-            raise ConfigError(f"{self.spec}: {_draws('a function')}")
+            raise ConfigError(f"{self.spec}: {_draws('a function that')}")
         if not isinstance(outputs, Tensor) or outputs.shape != (2, self.num_outputs):
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(
@@ -147,7 +147,7 @@ def _generators(device: torch.device) -> Tensor:
 
 def _draws(what: str) -> str:
     return (
-        f"the model calls {what} that draws from torch's global generator, so that results would depend on the order "
+        f"the model calls {what} draws from torch's global generator, so that results would depend on the order "
         "of clients. Use dropout layers, with dropout=0 in attention and recurrent layers."
     )
 
@@ -183,7 +183,7 @@ class _Replaced(TorchFunctionMode):
             dropped = _DROPOUTS[func](fold(self.key, self.layers), *args, **kwargs)
             return args[0].copy_(dropped) if kwargs.get("inplace") else dropped
         if func in _RANDOM or _dropout_rate(func, args, kwargs) > 0:
-            raise ConfigError(_draws(f"{func.__name__},"))
+            raise ConfigError(_draws(f"{func.__name__}, which"))
         return func(*args, **kwargs)
 
 

@@ -45,8 +45,8 @@ class Row:
     last: Spread | None
     worst10: Spread | None
     unseen: Spread | None
-    seconds: Spread | None
-    megabytes: Spread | None
+    seconds: Spread
+    megabytes: Spread
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,21 @@ def _row(group: Sequence[_Finished], differing: set[str]) -> Row:
         metric=metric,
         seeds=tuple(run.config["seed"] for run in group),
         runs=tuple(str(run.path) for run in group),
-        best=_spread(part.get(test) for part in parts["best"]),
-        last=_spread(part.get(test) for part in parts["last"]),
-        worst10=_spread(part.get(f"{test}_worst10") for part in parts["best"]),
-        unseen=_spread(part.get(f"deployed/unseen/test/{metric}") for part in parts["unseen"]),
-        seconds=_spread(run.summary["seconds"] for run in group),
-        megabytes=_spread(sum(run.summary["bytes"].values()) / 1e6 for run in group),
+        best=_if_all(part.get(test) for part in parts["best"]),
+        last=_if_all(part.get(test) for part in parts["last"]),
+        worst10=_if_all(part.get(f"{test}_worst10") for part in parts["best"]),
+        unseen=_if_all(part.get(f"deployed/unseen/test/{metric}") for part in parts["unseen"]),
+        seconds=_spread([run.summary["seconds"] for run in group]),
+        megabytes=_spread([sum(run.summary["bytes"].values()) / 1e6 for run in group]),
     )
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    """None unless every run has the number: a mean over some of the seeds would pass for one over all."""
+def _if_all(values: Iterable[float | None]) -> Spread | None:
+    """The spread, if every run has the number: one over some of the seeds would pass for one over all."""
     numbers = list(values)
     known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
-        return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+    return _spread(known) if len(known) == len(numbers) else None
+
+
+def _spread(numbers: Sequence[float]) -> Spread:
+    return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fedloom
+from fedloom import algorithms
+from fedloom.cli.run import first_line
+
+TINY = ("--clients", 4, "--rounds", 2, "--local-steps", 2, "--model", "mlp")
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, input_shape, num_outputs):
+        super().__init__()
+        self.flat, self.out = nn.Flatten(), nn.Linear(64, num_outputs)
+
+    def forward(self, x):
+        return self.out(self.flat(x))
+"""
+
+
+def test_the_first_command_of_the_readme(cli):
+    outcome = cli("run", "pfedhn", "--dataset", "digits", "--clients", 10, "--rounds", 2)
+    assert outcome.code == 0
+    assert "round 2/2: accuracy val" in outcome.err
+    assert "test accuracy" in outcome.out
+    assert Path("runs/pfedhn-digits-seed0/summary.json").is_file()
+
+
+def test_json_is_rounds_and_then_the_summary(cli):
+    outcome = cli("run", "fedavg", *TINY, "--json")
+    assert outcome.err == ""
+    *rounds, summary = map(json.loads, outcome.out.splitlines())
+    assert [record["round"] for record in rounds] == [1, 2]
+    assert summary["finished"] and summary["last"]["round"] == 2
+
+
+def test_quiet_prints_where_the_run_is(cli):
+    assert cli("run", "local", *TINY, "--quiet") == (0, "runs/local-digits-seed0\n", "")
+
+
+def test_flags_win_over_the_file(cli):
+    Path("tiny.yaml").write_text("clients: 4\nrounds: 5\nlocal-steps: 2\nmodel: mlp\nmethod: fedavg\nlocal_lr: 1e-3\n")
+    assert cli("run", "fedavg", "--config", "tiny.yaml", "--rounds", 1, "--out", "a", "--keep-optimiser").code == 0
+    config = yaml.safe_load(Path("a/config.yaml").read_text())
+    assert (config["rounds"], config["local_steps"], config["local_lr"]) == (1, 2, 0.001)
+    assert config["keep_optimiser"] is True
+
+
+@pytest.mark.parametrize("spelling", [("--config", "a/config.yaml"), ("--config=a/config.yaml",)])
+def test_a_run_is_repeated_from_its_config(cli, spelling):
+    cli("run", "fedavg", *TINY, "--unseen", 1, "--seed", 3, "--out", "a", "--quiet")
+    assert cli("run", *spelling, "--out", "b", "--quiet").code == 0
+    last = [json.loads(Path(run, "summary.json").read_text())["last"] for run in "ab"]
+    assert last[0] == last[1]
+    assert Path("a/config.yaml").read_text() == Path("b/config.yaml").read_text()
+
+
+def test_seeds_have_directories_of_their_own_and_are_compared(cli):
+    outcome = cli("run", "fedavg", *TINY, "--seed", 5, "--seeds", 2, "--out", "many")
+    assert sorted(run.name for run in Path("many").iterdir()) == ["seed-5", "seed-6"]
+    assert " ± " in outcome.out
+
+
+def test_seeds_as_json(cli):
+    lines = [json.loads(line) for line in cli("run", "fedavg", *TINY, "--seeds", 2, "--json").out.splitlines()]
+    assert [line.get("seed") for line in lines if "finished" in line] == [0, 1]
+    assert lines[-1]["comparison"][0]["seeds"] == [0, 1]
+
+
+def test_a_network_of_the_user_s_own(cli):
+    Path("nets_of_mine.py").write_text(NET)
+    outcome = cli("run", "fedavg", "--clients", 4, "--rounds", 1, "--local-steps", 1, "--model", "nets_of_mine:Net")
+    assert outcome.code == 0
+    assert "model nets_of_mine:Net" in outcome.err
+
+
+def test_every_method_is_listed_with_its_line(cli):
+    listed = cli("run", "--help").out
+    for name in algorithms.names():
+        assert name in listed
+        assert first_line(name)[:40] in listed
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_every_field_of_a_config_is_a_flag(cli, method):
+    from dataclasses import fields
+
+    from fedloom.core.config import flag
+    from fedloom.runs.options import RunOptions
+
+    listed = cli("run", method, "--help").out
+    for field in (*fields(RunOptions), *fields(algorithms.get(method).config)):
+        assert f"{flag(field.name)} " in listed
+
+
+def test_a_method_file_that_is_not_python_does_not_break_the_list(monkeypatch, tmp_path):
+    (tmp_path / "halfdone.py").write_text('"""Half: done."""\ndef (')
+    monkeypatch.setattr(algorithms, "__path__", [str(tmp_path)])
+    assert algorithms.names() == ["halfdone"]
+    assert first_line("halfdone") == "(line 2 of its file is not Python)"
+
+
+REFUSALS = [
+    (["pfedhm"], "Unknown method 'pfedhm'; did you mean 'pfedhn'"),
+    (["fedavg", "--clients", "many"], "--clients is 'many'; expected a whole number"),
+    (["fedavg", "--clients", "0"], "--clients is 0; it must be at least 1"),
+    (["fedavg", "--rounds", "-3"], "--rounds is -3; it must be at least 0"),
+    (["fedavg", "--clients", "4", "--cohort", "5"], "--cohort is 5, but there are 4 clients"),
+    (["fedavg", "--partition", "classes:11"], "more classes per client (11) than classes in the data (10)"),
+    (["fedavg", "--partition", "clases:2"], "Unknown partition scheme 'clases:2'; did you mean 'classes:K'"),
+    (["fedavg", "--dataset", "digit"], "Unknown dataset 'digit'; did you mean 'digits'"),
+    (["fedavg", "--dataset", "mnist"], "No data root is given; set --data-root"),
+    (["fedavg", "--dataset", "mnist", "--data-root", "nowhere"], "not complete below nowhere"),
+    (["fedavg", "--model", "lennet"], "Unknown model 'lennet'; did you mean 'lenet'"),
+    (["fedavg", "--model", "nowhere:Net"], "cannot import 'nowhere'"),
+    (["fedavg", "--engine", "vectorized"], "Unknown engine 'vectorized'; did you mean 'vectorised'"),
+    (["fedavg", "--optimiser", "adamm"], "Unknown value for --optimiser 'adamm'; did you mean 'adam'"),
+    (["fedavg", "--local-lr", "nan"], "--local-lr is nan"),
+    (["fedavg", "--model", "mlp,lenet"], "FedAvg needs one architecture for all clients; got 2"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSALS, ids=[" ".join(words) for words, _ in REFUSALS])
+def test_refusals(refused, words, sentence):
+    assert sentence in refused("run", *words)
+    assert not Path("runs").exists()
+
+
+FILES = [
+    ("clints: 4", "Unknown option of fedavg 'clints'; did you mean 'clients'"),
+    ("method: pfedhn", "is for the method 'pfedhn', not 'fedavg'; write `fedloom run pfedhn`."),
+    ("clients: [4]", "--clients is [4]; expected a whole number"),
+    ("model: 5", "Unknown model '5'"),
+    ("- clients", "holds no mapping; write one `option: value` per line."),
+    ("clients: [", "is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), FILES, ids=[text for text, _ in FILES])
+def test_refusals_of_files(refused, text, sentence):
+    Path("bad.yaml").write_text(text)
+    assert sentence in refused("run", "fedavg", "--config", "bad.yaml")
+
+
+def test_refuses_a_file_that_is_not_there(refused):
+    assert "Cannot read --config none.yaml: No such file" in refused("run", "fedavg", "--config", "none.yaml")
+    assert "Cannot read --config none.yaml: No such file" in refused("run", "--config", "none.yaml")
+
+
+def test_refuses_a_file_without_method(refused):
+    Path("some.yaml").write_text("clients: 4")
+    assert "names no method; write `fedloom run METHOD --config some.yaml`" in refused("run", "--config", "some.yaml")
+    Path("some.yaml").write_text("method: fedavgg")
+    assert "Unknown method in some.yaml 'fedavgg'" in refused("run", "--config", "some.yaml")
+
+
+def test_refuses_an_out_that_holds_a_run(refused, trained):
+    assert f"already holds a run; give another --out, or go on with it: `fedloom resume {trained}`" in refused(
+        "run", "local", *TINY, "--out", trained
+    )
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path):
+    out = tmp_path / "stopped"
+    words = ["run", "fedavg", *TINY, "--rounds", 100_000, "--eval-every", 1, "--out", out]
+    program = f"from fedloom.cli.main import main; main({list(map(str, words))})"
+    # absolute, as the fixture has changed the folder
+    env = {**os.environ, "PYTHONPATH": str(Path(fedloom.__file__).absolute().parents[1])}
+    with subprocess.Popen([sys.executable, "-c", program], env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        while not process.stderr.readline().startswith("round 1/"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+        assert process.wait(timeout=30) == 130
+    assert told.splitlines()[-1] == f"fedloom: stopped; saved in {out}. Go on with `fedloom resume {out}`."
+    assert "Traceback" not in told
+    done = json.loads((out / "summary.json").read_text())["rounds"]
+    assert cli("resume", out, "--rounds", done + 1, "--quiet").code == 0
+    assert json.loads((out / "summary.json").read_text())["rounds"] == done + 1
+
+
+def test_ctrl_c_before_anything_is_saved(cli, monkeypatch):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedloom.api.run", interrupt)
+    outcome = cli("run", "fedavg", *TINY)
+    assert (outcome.code, outcome.err) == (130, "fedloom: stopped before the first round; nothing was saved.\n")

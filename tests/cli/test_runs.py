@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+
+TINY = ("--clients", 4, "--rounds", 2, "--local-steps", 2, "--model", "mlp")
+
+
+def test_resume_goes_further(cli, own_copy):
+    outcome = cli("resume", own_copy, "--rounds", 3)
+    assert outcome.code == 0
+    assert "round 3/3" in outcome.err
+    assert [json.loads(line)["round"] for line in (own_copy / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_resume_as_json(cli, own_copy):
+    record, summary = map(json.loads, cli("resume", own_copy, "--rounds", 3, "--json").out.splitlines())
+    assert (record["round"], summary["rounds"]) == (3, 3)
+    assert cli("resume", own_copy, "--rounds", 4, "--quiet") == (0, f"{own_copy}\n", "")
+
+
+def test_ctrl_c_while_resuming_further(cli, own_copy, monkeypatch):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedloom.api.resume", interrupt)
+    outcome = cli("resume", own_copy, "--rounds", 9)
+    assert outcome.code == 130
+    assert f"`fedloom resume {own_copy} --rounds 9`" in outcome.err
+
+
+def test_evaluate_shows_clients_and_means(cli, trained):
+    out = cli("evaluate", trained, "--which", "last").out
+    assert [line.split()[0] for line in out.splitlines()[3:7]] == ["0", "1", "2", "3"]
+    assert "deployed/participants/test/accuracy_worst10" in out
+    assert "after round 2" in out
+
+
+def test_evaluate_as_json_agrees_with_the_summary(cli, trained):
+    found = json.loads(cli("evaluate", trained, "--which", 2, "--json").out)
+    summary = json.loads((trained / "summary.json").read_text())
+    assert found["clients"] == summary["clients"]
+    assert found["metrics"].items() <= summary["last"].items()
+    assert json.loads(cli("evaluate", trained, "--split", "val", "--json").out)["split"] == "val"
+
+
+def test_evaluate_unseen(cli):
+    cli("run", "fedavg", *TINY, "--unseen", 2, "--out", "a", "--quiet")
+    found = json.loads(cli("evaluate", "a", "--which", "last", "--unseen", "--json").out)
+    assert found["metrics"] == json.loads(Path("a/summary.json").read_text())["unseen"]
+    assert "deployed/unseen/test/accuracy" in cli("evaluate", "a", "--unseen").out
+
+
+def test_a_run_says_when_its_method_cannot_serve_unseen_clients(cli):
+    outcome = cli("run", "local", *TINY, "--unseen", 2)
+    assert outcome.code == 0
+    assert "Local cannot serve clients that took no part in training" in outcome.out
+
+
+def test_evaluate_refuses_unseen_where_the_method_cannot(refused, trained):
+    assert "Local cannot serve clients that took no part" in refused("evaluate", trained, "--unseen")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--split", "tst"], "Unknown split 'tst'; did you mean 'test'"),
+        (["--which", "first"], "--which is 'first'; give best, last or the number of a round."),
+        (["--which", "7"], "has no checkpoint of round 7; choose from: 1, 2."),
+        (["--unseen", "--split", "val"], "unseen clients are tried on their test data"),
+    ],
+)
+def test_evaluate_refuses(refused, trained, words, sentence):
+    assert sentence in refused("evaluate", trained, *words)
+
+
+def test_evaluate_refuses_unseen_where_there_are_none(refused, cli):
+    cli("run", "fedavg", *TINY, "--val-share", 0, "--out", "a", "--quiet")
+    assert "a held no clients out of training" in refused("evaluate", "a", "--unseen")
+    assert "No client of a has val data" in refused("evaluate", "a", "--split", "val")
+
+
+def test_a_corrupt_checkpoint(refused, own_copy):
+    state = own_copy / "checkpoints/round-000002/memory.safetensors"
+    state.write_bytes(state.read_bytes()[:-1] + b"?")
+    for command in ("evaluate", "resume"):
+        words = ("--which", "last") if command == "evaluate" else ()
+        assert "memory.safetensors is damaged" in refused(command, own_copy, *words)
+
+
+@pytest.mark.parametrize("words", [["resume"], ["evaluate"], ["export", "--all"], ["compare"]])
+def test_not_a_run_directory(refused, words):
+    Path("empty").mkdir()
+    assert "empty is not a run directory: it has no config.yaml" in refused(*words, "empty")
+
+
+def test_resume_refuses_a_bad_number_of_rounds(refused, trained):
+    assert "--rounds is -1; it must be at least 0" in refused("resume", trained, "--rounds", -1)
+
+
+def test_export_writes_files_that_load(cli, trained):
+    outcome = cli("export", trained, "--client", 0, "--client", 3, "--out", "models")
+    assert outcome.out == "models/client-0.safetensors\nmodels/client-3.safetensors\n"
+    loaded: dict = {"__file__": str(Path("models/client-3.py").absolute())}
+    exec(Path("models/client-3.py").read_text(), loaded)
+    assert sum(p.numel() for p in loaded["model"].parameters()) > 0
+
+
+def test_export_all_goes_into_the_run(cli, own_copy):
+    cli("export", own_copy, "--all")
+    assert len(list((own_copy / "export").glob("client-*.safetensors"))) == 4
+
+
+def test_export_refuses(refused, trained):
+    assert "Unknown client '17'" in refused("export", trained, "--client", 17)
+    assert "give either --client ID, once or more, or --all" in refused("export", trained)
+    assert "give either --client ID, once or more, or --all" in refused("export", trained, "--all", "--client", 1)
+
+
+def test_compare_is_a_table_or_json(cli, trained):
+    cli("run", "fedavg", *TINY, "--seeds", 2, "--out", "many", "--quiet")
+    table = cli("compare", "many", trained).out
+    assert [line.split()[0] for line in table.splitlines()[4:6]] == ["fedavg", "local"]
+    (line,) = cli("compare", "many", trained, "--json").out.splitlines()
+    rows = json.loads(line)["comparison"]
+    assert [row["method"] for row in rows] == ["fedavg", "local"]
+    assert set(rows[0]["best"]) == {"mean", "std"}
+    assert rows[1]["unseen"] is None
+
+
+def test_compare_says_what_it_leaves_out(cli, trained, own_copy):
+    (own_copy / "summary.json").unlink()
+    outcome = cli("compare", trained, own_copy)
+    assert outcome.code == 0
+    assert f"fedloom: {own_copy} is left out: it has not finished" in outcome.err

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedloom.core.errors import RunError
+from fedloom.reports.compare import Spread, compare, find_runs
+
+TEST = "deployed/participants/test/accuracy"
+
+
+def write_run(path: Path, best: float = 0.5, *, finished: bool = True, unseen: object = None, **config: object) -> Path:
+    path.mkdir(parents=True)
+    full = {"method": "fedavg", "seed": 0, "rounds": 2, "data_root": None, **config}
+    (path / "config.yaml").write_text(yaml.safe_dump(full))
+    summary = {
+        "finished": finished,
+        "metric": "accuracy",
+        "seconds": 2.0,
+        "bytes": {"down": 1_000_000, "up": 500_000},
+        "best": {"round": 1, TEST: best, f"{TEST}_worst10": best / 2},
+        "last": {"round": 2, TEST: best - 0.1},
+        "unseen": unseen,
+    }
+    (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def test_seeds_make_one_row_with_mean_and_spread(tmp_path):
+    """0.4 and 0.6: the mean is 0.5, the standard deviation sqrt(0.01 + 0.01) = 0.1414."""
+    for seed, best in enumerate((0.4, 0.6)):
+        write_run(tmp_path / f"seed-{seed}", best, seed=seed, data_root=f"/data/{seed}")
+    (row,) = compare([tmp_path]).rows
+    assert row.seeds == (0, 1)
+    assert row.best == pytest.approx((0.5, 0.02**0.5))
+    assert row.last == pytest.approx((0.4, 0.02**0.5))
+    assert row.worst10 == pytest.approx((0.25, 0.005**0.5))
+    assert (row.seconds, row.megabytes) == (Spread(2.0, 0.0), Spread(1.5, 0.0))
+    assert row.options == {}
+
+
+def test_rows_show_what_differs(tmp_path):
+    write_run(tmp_path / "a", rounds=2, local_lr=0.1)
+    write_run(tmp_path / "b", rounds=2, local_lr=0.2)
+    write_run(tmp_path / "c", method="pfedhn", embed_dim=4)
+    rows = compare([tmp_path]).rows
+    assert [(row.method, dict(row.options)) for row in rows] == [
+        ("fedavg", {"local_lr": 0.1}),
+        ("fedavg", {"local_lr": 0.2}),
+        ("pfedhn", {}),  # an option that no other row has tells nothing
+    ]
+
+
+def test_numbers_that_not_all_runs_have_are_none(tmp_path):
+    known = {"deployed/unseen/test/accuracy": 0.3}
+    write_run(tmp_path / "seed-0", seed=0, unseen=known)
+    assert compare([tmp_path]).rows[0].unseen == Spread(0.3, None)
+    write_run(tmp_path / "seed-1", seed=1, unseen={"reason": "it cannot"})
+    assert compare([tmp_path]).rows[0].unseen is None
+
+
+def test_runs_that_were_stopped_are_left_out(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", finished=False)
+    (write_run(tmp_path / "c") / "summary.json").unlink()
+    found = compare([tmp_path])
+    assert found.rows[0].runs == (str(tmp_path / "a"),)
+    assert [sentence.split()[0] for sentence in found.left_out] == [str(tmp_path / "b"), str(tmp_path / "c")]
+    with pytest.raises(RunError, match="There is no finished run to compare"):
+        compare([tmp_path / "b"])
+
+
+def test_a_run_is_counted_once(tmp_path):
+    write_run(tmp_path / "a")
+    assert len(find_runs([tmp_path, tmp_path / "a"])) == 1
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunError, match=r"is not a run directory: it has no config\.yaml"):
+        compare([tmp_path])
+
+
+def test_spreads_as_text():
+    assert str(Spread(0.5, None)) == "0.5000"
+    assert str(Spread(0.5, 0.01)) == "0.5000 ± 0.0100"
+
+
+def test_comparing_needs_no_torch():
+    program = "import sys, fedloom.reports.compare; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
