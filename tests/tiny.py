@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -100,11 +99,6 @@ def headless(federation: Federation) -> Federation:
     return federation
 
 
-def namesake(ask: Any) -> Any:
-    """Batches are drawn by the program's name: under one name, two methods see the same ones."""
-    return lambda program, shared, mine: ask(replace(program, name="same"), shared, mine)
-
-
 class Ears:
     """Stands between a method and an engine and notes everything: use as ``play(..., wrap=ears)``."""
 
@@ -135,7 +129,7 @@ class Ears:
 def torch_steps(
     module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], federation: Federation, plan: Schedule, clip: float
 ) -> float:
-    """Train ``module`` on the batches of ``plan`` the ordinary way; the mean loss over the steps."""
+    """Train ``module`` on the batches of ``plan`` the ordinary way, clipping for the first optimiser; the mean loss."""
     total = 0.0
     for rows in plan.rows:
         index = torch.as_tensor(rows)
@@ -143,10 +137,10 @@ def torch_steps(
             optimiser.zero_grad()
         loss = federation.task.loss(module(federation.x[index]), federation.y[index]).mean()
         loss.backward()
+        if clip:
+            first = [p for group in optimisers[0].param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(first, clip)
         for optimiser in optimisers:
-            own = [p for group in optimiser.param_groups for p in group["params"]]
-            if clip:
-                torch.nn.utils.clip_grad_norm_(own, clip)
             optimiser.step()
         total += float(loss.detach())
     return total / len(plan.rows)

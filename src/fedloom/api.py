@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import algorithms
+from fedloom.clients.federation import SPLITS
 from fedloom.core.config import build
 from fedloom.core.contract import predict_with_target
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError, unknown
@@ -60,12 +61,12 @@ def run(
         arrays = as_arrays(dataset)
         given["dataset"] = PYTHON_DATA
     if not isinstance(model, str):
-        given["model"] = f"{model.__module__}:{model.__qualname__}"
+        given["model"] = _path_of(model)
     shared, config = parse_options(method, {k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
     simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root))
     resolved = flat_config(method, simulation.options, config)
     need = 4 * sum(leaf.numel() * leaf.element_size() for leaf in flatten(simulation.trees()[0]).values())
-    directory = RunDirectory.create(Path(out) if out else _new_path(method, resolved), resolved, need_bytes=need)
+    directory = RunDirectory.create(Path(out) if out else new_path(method, resolved), resolved, need_bytes=need)
     with directory.lock():
         directory.write_environment(environment(shared.seed, _device_name(simulation)))
         return _train(simulation, directory, progress)
@@ -78,6 +79,7 @@ def resume(
     directory = RunDirectory.open(Path(path))
     with directory.lock():
         simulation = _rebuild(directory, dataset, rounds)
+        directory.update_config(rounds=simulation.options.rounds)
         if directory.checkpoints():
             last = directory.load("last")
             simulation.restore(last.round, last.state, last.memory)
@@ -176,7 +178,9 @@ class Run:
         return _predict(self.simulation, self._id(client), self.parameters(client), x)
 
     def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
-        """Every participant's score on a split of its own data."""
+        """Every participant's score on a split of its own data: train, val, test or all."""
+        if split not in (*SPLITS, "all"):
+            raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate(split)
 
     def evaluate_unseen(self) -> dict[str, float]:
@@ -209,6 +213,7 @@ class Run:
         from fedloom.runs.export import export
 
         name = self._id(client)
+        self.model(name)  # refuses methods that deploy more than a network
         spec: Any = self.simulation.federation.roster[name].model.spec
         return export(Path(folder), name, self.parameters(name), spec, self.simulation.algorithm.name)
 
@@ -269,8 +274,8 @@ def _train(simulation: Simulation, directory: RunDirectory, progress: str | Disp
     follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
     saved = time.monotonic()
     with follow as log, shown as screen:
-        screen.begin(simulation)
         try:
+            screen.begin(simulation)
             while simulation.round < options.rounds:
                 record = simulation.train_round()
                 evaluated = simulation.round % simulation.eval_every == 0 or simulation.round == options.rounds
@@ -379,7 +384,17 @@ def _device_name(simulation: Simulation) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _new_path(method: str, config: Mapping[str, Any]) -> Path:
+def _path_of(model: Any) -> str:
+    """The import path of a class given as ``model``."""
+    if not isinstance(model, type) or "<locals>" in model.__qualname__:
+        raise ConfigError(
+            f"model is {model!r}; expected a network's name, an import path, or an nn.Module class that is at the top "
+            "level of a module."
+        )
+    return f"{model.__module__}:{model.__qualname__}"
+
+
+def new_path(method: str, config: Mapping[str, Any]) -> Path:
     """A directory under ``runs/`` that is not there yet."""
     stem = f"{method}-{Path(str(config['dataset'])).stem}-seed{config['seed']}"
     paths = (Path("runs") / (stem if i == 1 else f"{stem}-{i}") for i in range(1, 1_000_000))

@@ -10,7 +10,7 @@ from conftest import play, small_federation
 from fedloom.algorithms import fedavg
 from fedloom.algorithms.fedper import ALGORITHM
 from fedloom.core.trees import flatten
-from tiny import HAND, Ears, headless, lines, namesake
+from tiny import HAND, Ears, headless, lines
 
 TWO = (((1, 3),), ((1, 0), (1, 1), (1, 2)))
 
@@ -45,7 +45,7 @@ def test_the_second_round_puts_the_kept_head_on_the_common_body() -> None:
 @pytest.mark.parametrize("model", ["lenet:kernels=2", "nets:Normed"])
 def test_with_an_empty_head_it_is_fedavg(model: str) -> None:
     federation = headless(small_federation((model,)))
-    per, avg = (play(method, federation, rounds=3, wrap=namesake) for method in (ALGORITHM, fedavg.ALGORITHM))
+    per, avg = (play(method, federation, rounds=3) for method in (ALGORITHM, fedavg.ALGORITHM))
     assert per.state.body.keys() == avg.state.params.keys()
     assert all(torch.equal(per.state.body[name], value) for name, value in avg.state.params.items())
     for client in federation.participants:

@@ -9,7 +9,7 @@ import torch
 from conftest import play, small_federation
 from fedloom.algorithms import fedavg
 from fedloom.algorithms.fedprox import ALGORITHM
-from tiny import HAND, lines, namesake
+from tiny import HAND, lines
 
 
 def test_one_round_of_two_steps_on_paper() -> None:
@@ -33,7 +33,7 @@ def test_the_loss_that_is_reported_has_no_proximal_term() -> None:
 def test_without_the_term_it_is_fedavg_bit_for_bit(model: str, batchnorm: str) -> None:
     federation = small_federation((model,))
     ends = [
-        play(method, federation, wrap=namesake, batchnorm=batchnorm, **extra).state
+        play(method, federation, batchnorm=batchnorm, **extra).state
         for method, extra in ((ALGORITHM, {"mu": 0.0}), (fedavg.ALGORITHM, {}))
     ]
     for branch in ("params", "buffers"):

@@ -13,7 +13,7 @@ from fedloom.algorithms import pfedhn
 from fedloom.algorithms.pfedhn_pc import ALGORITHM
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
-from tiny import HAND, Ears, headless, lines, namesake, torch_steps
+from tiny import HAND, Ears, headless, lines, torch_steps
 
 PLAIN_OUTER = {"server_momentum": 0.0, "server_weight_decay": 0.0, "server_clip": 0.0}
 
@@ -103,9 +103,7 @@ def test_a_client_does_what_torch_does_with_two_optimisers() -> None:
 def test_with_an_empty_head_it_is_pfedhn(model: str) -> None:
     federation = headless(small_federation((model,)))
     config = {"server_lr": 0.3, "hidden": 20, "clip": 0.0}
-    pc, whole = (
-        play(method, federation, rounds=3, wrap=namesake, **config).state for method in (ALGORITHM, pfedhn.ALGORITHM)
-    )
+    pc, whole = (play(method, federation, rounds=3, **config).state for method in (ALGORITHM, pfedhn.ALGORITHM))
     assert torch.equal(pc.embeddings, whole.embeddings) and pc.loom.keys() == whole.loom.keys()
     assert all(torch.equal(value, pc.loom[name]) for name, value in whole.loom.items())
 

@@ -9,7 +9,7 @@ import torch
 from conftest import play, small_federation
 from fedloom.algorithms import fedavg
 from fedloom.algorithms.scaffold import ALGORITHM
-from tiny import HAND, lines, namesake
+from tiny import HAND, lines
 
 
 def numbers(played) -> list[float]:
@@ -57,7 +57,7 @@ def test_a_part_of_the_clients_moves_the_control_variate_by_its_part() -> None:
 
 def test_the_first_round_is_fedavg_with_equal_weights() -> None:
     federation = small_federation(("nets:Normed",), sizes=(6, 6, 6))
-    extra = {"momentum": 0.0, "weight_decay": 0.01, "rounds": 1, "wrap": namesake}
+    extra = {"momentum": 0.0, "weight_decay": 0.01, "rounds": 1}
     one, avg = (play(method, federation, **extra) for method in (ALGORITHM, fedavg.ALGORITHM))
     for name, value in avg.state.params.items():
         torch.testing.assert_close(one.state.params[name], value, rtol=0, atol=1e-14)

@@ -28,6 +28,7 @@ from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Needs, Program, Sent, Setup
 from fedloom.core.random import seed_of
+from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import (
     LocalConfig,
     Training,
@@ -130,8 +131,9 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
-    """A newcomer gets the global model."""
-    return personalise(setup, state, newcomers.clients)
+    """A newcomer gets the global model and, if they are not averaged, settles its running statistics."""
+    sent = personalise(setup, state, newcomers.clients)
+    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, ALGORITHM, sent, ask)
 
 
 CITATION = """@inproceedings{mcmahan2017fedavg,

@@ -54,7 +54,8 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     def proximal(params: Params) -> Tensor:
         # eq. 2 of the paper: (mu / 2) ||w - w_t||^2
         apart = squared_norm({name: params[name] - carry.start[name] for name in params})
-        return apart * (home.config.mu / 2)
+        penalty: Tensor = apart * (home.config.mu / 2)
+        return penalty
 
     return train_step(home, carry, batch, penalty=proximal)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedloom.core.aggregate import mean_loss
+from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
 from fedloom.core.training import LocalConfig, Training, begin, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
@@ -24,6 +25,8 @@ from fedloom.core.trees import ClientId, PerClient, Tree
 @dataclass(frozen=True, kw_only=True)
 class Config(LocalConfig):
     """The options of local training."""
+
+    keep_optimiser: bool = option(True, "Keep a client's optimiser state from round to round: training has no breaks.")
 
 
 class State(NamedTuple):

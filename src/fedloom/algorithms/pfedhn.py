@@ -15,11 +15,13 @@ Sent up: the change of the parameters, the number of samples, the training loss;
     ``descriptor=class_shares``.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
-Reduces to: local training of a single model with one client, a linear loom and a fixed embedding.
-Differs from the paper: its Algorithm 1 writes the update with a plus sign on ``delta`` inside of a descent step; we
-descend along pseudo_grad = -delta, as its code does. Spectral norm is exact, not one power iteration. A cohort of one
-with ``server_step=per_client`` is the paper's; larger cohorts are woven from one loom, and each reply still makes its
-own step.
+Reduces to: nothing simpler; with one client it is the training of one reparametrised model.
+Differs from the paper: its Algorithm 1 writes a descent step along +delta; we descend along pseudo_grad = -delta, as
+its code does. Spectral norm is exact, not one power iteration. Mini-batches walk through reshuffled passes; the code
+draws each afresh. ``class_shares`` are each client's own shares, which sum to 1; App. C.6 also normalises over clients,
+which no client can do alone. How a newcomer's embedding is found (start, rate, steps) is ours. A cohort of one with
+``server_step=per_client`` is the paper's; larger cohorts are woven from one loom, each reply making its own step, and
+can diverge: see docs/results.md.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) ->
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Sec. 5.3: freeze the loom and find an embedding for each newcomer."""
-    return embed(setup, loom_of(setup, whole), program(setup.config), state, newcomers.clients, ask)
+    keeps = any(setup.models[client].fresh_buffers() for client in newcomers.clients)
+    return embed(setup, loom_of(setup, whole), program(setup.config), state, newcomers.clients, ask, keeps=keeps)
 
 
 def embed(
@@ -204,22 +207,29 @@ def embed(
     state: State,
     clients: Sequence[ClientId],
     ask: Ask,
+    *,
+    keeps: bool,
 ) -> Sent:
-    """Embeddings by the same rounds as in training, from the participants' mean; or the newcomers' class shares."""
+    """Embeddings by the same rounds as in training, from the participants' mean; or the newcomers' class shares.
+
+    ``keeps``: newcomers keep something of these rounds (a head, running statistics), so that they also take place
+    where the embedding is given.
+    """
     table = state.embeddings.mean(0).repeat(len(clients), 1)
     row = {client: i for i, client in enumerate(clients)}
-    if setup.config.descriptor == "class_shares":
+    given = setup.config.descriptor == "class_shares"
+    if given:
         for members, reply in ask_class_shares(setup, tuple(clients), ask).groups:
             table[[row[m] for m in members]] = reply["shares"]
-        return Sent({}, weave(setup, loom, state.loom, table, clients))
     outer = Optimiser("sgd", setup.config.admit_lr, setup.config.server_momentum)
     memory = outer.init({"v": table})
-    for _ in range(setup.config.admit_rounds):
+    for _ in range(setup.config.admit_rounds if keeps or not given else 0):
         replies = ask(train, {}, weave(setup, loom, state.loom, table, clients))
-        _, grad = pull_back(setup, loom, state.loom, table, clients, replies, through_loom=False)
-        # every newcomer steps on its own change, not on a mean
-        after, memory = outer.update({"v": table}, {"v": grad * len(replies)}, memory)
-        table = after["v"]
+        if not given:
+            _, grad = pull_back(setup, loom, state.loom, table, clients, replies, through_loom=False)
+            # every newcomer steps on its own change, not on a mean
+            after, memory = outer.update({"v": table}, {"v": grad * len(replies)}, memory)
+            table = after["v"]
     return Sent({}, weave(setup, loom, state.loom, table, clients))
 
 

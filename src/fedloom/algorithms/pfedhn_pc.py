@@ -15,8 +15,8 @@ Sent up: the change of the body, the number of samples, the training loss; its c
 Kept by the client: its head with its optimiser state, its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
 Reduces to: pFedHN if the head is empty.
-Differs from the paper: head and body are clipped apart, as each has its own optimiser. For newcomers, which the paper
-admits only to pFedHN, head and embedding are found together.
+Differs from the paper: omega_i steps at the local rate and is not clipped, as in the authors' code (sec. 3.3 writes
+the outer rate). For newcomers, which the paper admits only to pFedHN, head and embedding are found together.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
     everything = {**training.params, **carry.head}
     grads, loss, buffers = gradient(home, everything, training.buffers, batch)
     params, state = optimiser.update(training.params, body_of(home.model, grads), training.optimiser)
-    head, head_state = optimiser.update(carry.head, head_of(home.model, grads), carry.optimiser)
+    head, head_state = replace(optimiser, clip=0.0).update(carry.head, head_of(home.model, grads), carry.optimiser)
     training = training._replace(
         params=params, buffers=buffers, optimiser=state, loss=training.loss + loss, steps=training.steps + 1
     )
@@ -120,7 +120,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 def admit(setup: Setup[Any], state: pfedhn.State, newcomers: Cohort, ask: Ask) -> Sent:
     """As pFedHN; the newcomer's head is trained along with its embedding."""
     loom = pfedhn.loom_of(setup, body)
-    return pfedhn.embed(setup, loom, program(setup.config), state, newcomers.clients, ask)
+    return pfedhn.embed(setup, loom, program(setup.config), state, newcomers.clients, ask, keeps=True)
 
 
 ALGORITHM = replace(

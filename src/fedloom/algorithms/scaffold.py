@@ -15,7 +15,7 @@ Kept by the client: its control variate and its model's running statistics.
 Kept by the server: the global parameters and the control variate.
 Reduces to: FedAvg with equal weights in the first round, when all control variates are zero.
 Differs from the paper: clients weigh equally, as in its Algorithm 1. The defaults have no momentum, which the paper
-does not use: option II divides by K eta_l, the length of the way under plain SGD.
+does not use: option II divides by K eta_l, the length of the way under plain SGD. Other optimisers are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from fedloom.core.contract import (
     Setup,
     deploy_shared,
 )
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import seed_of
+from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import (
     LocalConfig,
     Training,
@@ -62,6 +64,15 @@ class Config(LocalConfig):
 
     momentum: float = option(0.0, "Local momentum, for sgd (the paper uses none).", low=0, high=1)
     server_lr: float = option(1.0, "Rate of the server's step, eta_g (the paper's experiments: 1).", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimiser != "sgd" or self.momentum or self.keep_optimiser:
+            raise ConfigError(
+                "SCAFFOLD's control variates are the way divided by the rate, which holds for plain SGD only; got "
+                f"--optimiser {self.optimiser}, --momentum {self.momentum}, keep_optimiser={self.keep_optimiser}. "
+                "Leave all three out."
+            )
 
 
 class State(NamedTuple):
@@ -148,8 +159,8 @@ def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) ->
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
-    """A newcomer gets the global model."""
-    return personalise(setup, state, newcomers.clients)
+    """A newcomer gets the global model and settles its running statistics."""
+    return settle_statistics(setup, ALGORITHM, personalise(setup, state, newcomers.clients), ask)
 
 
 CITATION = """@inproceedings{karimireddy2020scaffold,

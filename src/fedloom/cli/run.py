@@ -143,7 +143,7 @@ def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | N
     for seed in range(shared.seed, shared.seed + (seeds or 1)):
         resolved["seed"] = seed
         # chosen here and not by api.run, so that Ctrl-C can say where the run is
-        path = out / f"seed-{seed}" if out and seeds else out or api._new_path(method, resolved)
+        path = out / f"seed-{seed}" if out and seeds else out or api.new_path(method, resolved)
         with stoppable(path):
             done.append(api.run(method, out=path, progress=progress, **resolved))
         finished(done[-1], progress)

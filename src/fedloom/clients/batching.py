@@ -24,7 +24,7 @@ def schedule(rows: np.ndarray, batches: Batches | None, rng: np.random.Generator
     plan = Schedule([], [])
     if batches is None or len(rows) == 0:
         return plan
-    passes = batches.epochs or -(-batches.steps * batches.size // len(rows)) + batches.steps
+    passes = batches.epochs or -(-batches.steps * batches.size // len(rows))
     for epoch in range(passes):
         order = rng.permutation(rows) if batches.shuffle else rows
         for start in range(0, len(order), batches.size):

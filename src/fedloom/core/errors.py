@@ -49,4 +49,5 @@ def unknown(what: str, got: str, choices: Iterable[str]) -> ConfigError:
     known = sorted(choices)
     near = difflib.get_close_matches(str(got), known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
-    return ConfigError(f"Unknown {what} {got!r}{hint} Choose from: {', '.join(known)}.")
+    shown = ", ".join(known[:40]) + (f" and {len(known) - 40} more" if len(known) > 40 else "")
+    return ConfigError(f"Unknown {what} {got!r}{hint} Choose from: {shown}.")

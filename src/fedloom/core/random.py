@@ -5,7 +5,7 @@ Two kinds, both pure functions of their name, so that a run can be stopped, resu
 machines without changing a bit:
 
 - on the host, ``stream(seed, "partition")`` is a NumPy generator: sampling of cohorts, order of batches, initial
-  values of parameters (``torch_seed``);
+  values of parameters;
 - inside a client program, ``uniform(key, shape)`` and ``normal(key, shape)`` hash a counter with a key. They are plain
   integer arithmetic: the same bits one client at a time, for a whole cohort under ``vmap``, and on any device.
 """

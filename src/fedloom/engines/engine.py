@@ -126,16 +126,16 @@ class AbstractEngine(abc.ABC):
         counts = [len(self.federation.roster[client].rows["train"]) for client in clients]
         return torch.tensor(counts, dtype=self.federation.dtype, device=self.federation.device)
 
-    def keys(self, program: Program, clients: Sequence[ClientId]) -> Tensor:
+    def keys(self, clients: Sequence[ClientId]) -> Tensor:
         """The keys for draws inside this ask."""
-        seeds = [seed_of(*self._name(program, client), "draws") for client in clients]
+        seeds = [seed_of(*self._name(client), "draws") for client in clients]
         return torch.tensor(seeds, dtype=torch.int64, device=self.federation.device)
 
     def schedule(self, program: Program, client: ClientId) -> Schedule:
         """The client's batches in this ask."""
         split = program.batches.split if program.batches else "train"
         rows = self.federation.roster[client].of(split)
-        return schedule(rows, program.batches, stream(*self._name(program, client), "batches"))
+        return schedule(rows, program.batches, stream(*self._name(client), "batches"))
 
     def recall(self, client: ClientId) -> Tree:
         """The client's memory, begun at its first ask."""
@@ -149,8 +149,9 @@ class AbstractEngine(abc.ABC):
         self._before.setdefault(client, self.memory.get(client))
         self.memory[client] = memory
 
-    def _name(self, program: Program, client: ClientId) -> tuple[int | str, ...]:
-        return (self.seed, self._stage, client, program.name, self._asks)
+    def _name(self, client: ClientId) -> tuple[int | str, ...]:
+        """Streams are named by who, when and which ask, not by method: methods are compared on equal draws."""
+        return (self.seed, self._stage, client, self._asks)
 
     def _groups(self, mine: PerClient) -> list[list[ClientId]]:
         """Clients that can run as one stack, in the roster's order."""

@@ -32,7 +32,7 @@ def run_client(
 ) -> tuple[Tree, Tree]:
     """What the client itself would do on a machine of its own: its reply and its new memory."""
     data, device = engine.federation, engine.federation.device
-    memory, key = engine.recall(client), engine.keys(program, [client])[0]
+    memory, key = engine.recall(client), engine.keys([client])[0]
     home = engine.home(client, engine.num_samples([client])[0], key)
     carry = _stage("init", client, mine, program.init, home, shared, mine, memory)
     plan = engine.schedule(program, client)

@@ -48,7 +48,7 @@ class Vectorised(AbstractEngine):
         schedules = {client: self.schedule(program, client) for client in clients}
         clients = sorted(clients, key=lambda client: -len(schedules[client].rows))
         plan = PaddedSchedule.of([schedules[client] for client in clients])
-        facts = (self.num_samples(clients), self.keys(program, clients))
+        facts = (self.num_samples(clients), self.keys(clients))
         own, memory = mine.pick(clients), stack([self.recall(client) for client in clients])
 
         def home(facts: Facts) -> Home:

@@ -35,7 +35,7 @@ class PerTensorLoom:
         sizes = [(f"trunk.{i}", self.hidden, self.hidden if i else self.embed_dim) for i in range(self.layers + 1)]
         sizes += [(f"head.{name}", _total(shapes), self.hidden) for name, shapes in self.targets.items()]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             made = {name: nn.Linear(inputs, outputs) for name, outputs, inputs in sizes}
         return {
             f"{name}.{part}": value.detach().to(device, dtype)

@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -42,14 +43,20 @@ class Model:
         _check_parameters(spec, module)
         module = module.to(self.device, dtype)
         self._eval, self._train = copy.deepcopy(module).eval(), module.train()
-        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in trained.items()}
         self.head = _head(module)
-        self._buffers = {n: b.detach().clone() for n, b in self._eval.named_buffers()}
+        # parameters that the module's author froze are constants, and go where buffers go
+        constant = [
+            *self._eval.named_buffers(),
+            *((n, p) for n, p in self._eval.named_parameters() if n not in trained),
+        ]
+        self._buffers = {n: b.detach().clone() for n, b in constant}
         self._special = self._probe()
 
     def init(self, seed: int) -> dict[str, Tensor]:
         module = _seeded_build(self.spec, seed)
-        return {name: p.detach().to(self.device, self.dtype) for name, p in module.named_parameters()}
+        return {n: p.detach().to(self.device, self.dtype) for n, p in module.named_parameters() if n in self.shapes}
 
     def fresh_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self._buffers.items()}
@@ -73,8 +80,8 @@ class Model:
 
     @cached_property
     def size(self) -> int:
-        """The number of parameters."""
-        return sum(p.numel() for p in self._eval.parameters())
+        """The number of trained parameters."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def _probe(self) -> set[str]:
         """The replaced functions that a forward pass calls. Refuses modules that cannot be run exactly."""
@@ -124,14 +131,16 @@ class Model:
 
 def _seeded_build(spec: ModelSpec, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also touch the GPUs' generators
         return spec.build()
 
 
 def _check_parameters(spec: ModelSpec, module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
-    if not parameters:
-        raise ConfigError(f"{spec} has no parameters; there is nothing to train. Choose another --model.")
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError(
+            f"{spec} has no parameters that are not frozen; there is nothing to train. Choose another --model."
+        )
     for name, value in [*parameters.items(), *module.named_buffers()]:
         if is_lazy(value):
             raise ConfigError(f"{spec}: {name} has no shape before the first call. Give lazy layers their sizes.")
@@ -155,9 +164,10 @@ def _draws(what: str) -> str:
 def _head(module: nn.Module) -> frozenset[str]:
     """The parameters of the layer that the class names as ``head``, else of the last layer that has any."""
     layer = getattr(type(module), "head", None)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
     if not isinstance(layer, str):
-        layer = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
-    names = frozenset(n for n, _ in module.named_parameters() if n.startswith(f"{layer}.") or not layer)
+        layer = trained[-1].rpartition(".")[0]
+    names = frozenset(n for n in trained if n.startswith(f"{layer}.") or not layer)
     if not names:
         raise ConfigError(f"{type(module).__name__}.head is {layer!r}, which names no layer with parameters.")
     return names
@@ -212,7 +222,8 @@ def _batch_norm(
         over = [d for d in range(x.dim()) if d != 1]
         mean = (x * real).sum(over) / count
         var = ((x - mean.reshape(channels)).square() * real).sum(over) / count
-        unbiased = var.detach() * count / (count - 1).clamp(min=1)
+        # a single value has no variance, and must not pull the running one to zero
+        unbiased = torch.where(count > 1, var.detach() * count / (count - 1).clamp(min=1), running_var)
         running_mean.copy_((1 - momentum) * running_mean + momentum * mean.detach())
         running_var.copy_((1 - momentum) * running_var + momentum * unbiased)
     y = (x - mean.reshape(channels)) * torch.rsqrt(var.reshape(channels) + eps)

@@ -70,6 +70,12 @@ class RunDirectory:
             raise RunError(f"{file} holds no mapping of options to values; restore it.")
         return cls(Path(path), config)
 
+    def update_config(self, **changes: Any) -> None:
+        """Change options of the run, in memory and in its file."""
+        self.config.update(changes)
+        text = yaml.safe_dump(self.config, sort_keys=False)
+        files.write_file(self.path / CONFIG, text.encode())
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the directory; what an earlier, killed holder left half done is removed first."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from urllib.parse import quote
 
 import safetensors.torch
 
@@ -16,7 +16,7 @@ from fedloom.runs.files import write_file
 def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str) -> Path:
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = "client-" + re.sub(r"[^A-Za-z0-9._-]", "_", client)
+    stem = "client-" + quote(client, safe="")
     weights = {**deployed["params"], **deployed["buffers"]}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
