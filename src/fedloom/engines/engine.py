@@ -21,6 +21,7 @@ from fedloom.core.contract import Algorithm, Home, Program
 from fedloom.core.errors import RoundError
 from fedloom.core.random import seed_of, stream
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
+from fedloom.engines.allocator import keep_freed_memory
 
 
 class Dropped(NamedTuple):
@@ -65,6 +66,8 @@ class AbstractEngine(abc.ABC):
         self.algorithm = algorithm
         self.config = config
         self.seed = seed
+        if federation.device.type == "cpu":
+            keep_freed_memory()
         self.memory: dict[ClientId, Tree] = {}
         self.books = Books()
         self.notes: list[str] = []

@@ -36,12 +36,12 @@ def run_client(
     home = engine.home(client, engine.num_samples([client])[0], key)
     carry = _stage("init", client, mine, program.init, home, shared, mine, memory)
     plan = engine.schedule(program, client)
+    numbers, epochs = torch.arange(len(plan.rows), device=device), torch.tensor(plan.epochs, device=device)
+    keys = fold(key, numbers)
     for step, rows in enumerate(plan.rows):
         index = torch.as_tensor(rows, device=device)
-        number = torch.tensor(step, device=device)
         everything = torch.ones(len(rows), dtype=torch.bool, device=device)
-        epoch = torch.tensor(plan.epochs[step], device=device)
-        batch = Batch(data.x[index], data.y[index], everything, number, epoch, fold(key, number))
+        batch = Batch(data.x[index], data.y[index], everything, numbers[step], epochs[step], keys[step])
         carry = _stage("step", client, mine, program.step, home, shared, carry, batch)
     reply, memory = _stage("final", client, mine, program.final, home, shared, carry, memory)
     return reply, memory

@@ -6,7 +6,7 @@
       environment.json     what it ran on
       metrics.jsonl        one JSON object per line and round
       checkpoints/round-000012/{state.safetensors, memory.safetensors, meta.json}
-      summary.json         written at the end, or when interrupted
+      summary.json         written at the end, or when interrupted; gone while a run is resumed
       lock                 held while a process works on it
 
 Whoever writes holds ``lock()``; readers need no lock, and never see half a file.
@@ -98,13 +98,15 @@ class RunDirectory:
         return [self._record(number, line) for number, line in enumerate(lines, start=1)]
 
     def rewind(self, round: int) -> None:
-        """Go back to the end of ``round``: drop later records and checkpoints, for resuming from there."""
+        """Go back to the end of ``round``: drop later records and checkpoints and the summary, for resuming from there."""
         # In this order, so that when killed in between, no checkpoint lacks its records or its best one.
         for later in reversed(self.checkpoints()):
             if later > round:
                 files.remove_folder(self._folder(later))
         kept = [record for record in self.records() if record.get("round", 0) <= round]
         files.write_file(self._metrics, b"".join(files.to_json(record) for record in kept))
+        with files.writing(self.path / SUMMARY):
+            (self.path / SUMMARY).unlink(missing_ok=True)  # of a longer or a shorter run than this one will be
 
     def save(
         self,

@@ -10,12 +10,13 @@ import safetensors.torch
 
 from fedloom.core.trees import Tree
 from fedloom.models.spec import ModelSpec
-from fedloom.runs.files import write_file
+from fedloom.runs.files import write_file, writing
 
 
 def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str) -> Path:
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     stem = "client-" + quote(client, safe="")
     weights = {**deployed["params"], **deployed["buffers"]}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}

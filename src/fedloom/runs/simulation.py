@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,14 @@ def split(options: RunOptions, arrays: Arrays) -> Partition:
         val_share=options.val_share,
         test_share=options.test_share,
     )
+
+
+class Mark(NamedTuple):
+    """A simulation at a moment: all that changes."""
+
+    round: int
+    state: Any
+    memory: Mapping[ClientId, Tree]
 
 
 class Simulation:
@@ -89,9 +97,9 @@ class Simulation:
         cohort = Cohort(number, tuple(self.setup.clients[row] for row in rows))
         self.engine.begin(number)
         start = time.perf_counter()
-        self.state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
+        state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
+        self.state, self.round = state, number
         end, books = time.perf_counter(), self.engine.books
-        self.round = number
         return {
             "round": number,
             "clients": len(cohort.clients),
@@ -163,10 +171,18 @@ class Simulation:
         """All that a checkpoint needs: the server's state and the clients' memory."""
         return self.state._asdict(), self.engine.memory
 
+    def mark(self) -> Mark:
+        """This moment, to go back to. Trees are values, so it is no copy of them."""
+        return Mark(self.round, self.state, dict(self.engine.memory))
+
+    def go_back(self, mark: Mark) -> None:
+        """As it was at ``mark``, whatever has begun since."""
+        self.round, self.state, self.engine.memory = mark.round, mark.state, dict(mark.memory)
+
     def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
         """Go back to a checkpoint; refuses one that is not of this method and federation."""
         expected, got = flatten(self.state._asdict()), flatten(state)
-        for path in expected.keys() | got.keys():
+        for path in [*expected, *got]:
             here, there = expected.get(path), got.get(path)
             if here is None or there is None or here.shape != there.shape:
                 raise RunError(
@@ -235,6 +251,11 @@ def task_of(name: str, arrays: Arrays) -> Task:
     task = known[name] if name in known else import_path(name, "--task")
     if not isinstance(task, Task):
         raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")
+    if task is REGRESSION and arrays.num_classes:
+        raise ConfigError(
+            f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "
+            "in y, or use classification."
+        )
     if task.class_scores and not arrays.num_classes:
         raise ConfigError(f"--task {name} needs class labels; {arrays.name} has real-valued targets. Use regression.")
     return task
