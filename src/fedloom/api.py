@@ -18,8 +18,8 @@ from fedloom import algorithms
 from fedloom.clients.federation import SPLITS
 from fedloom.core.config import build
 from fedloom.core.contract import predict_with_target
-from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError, unknown
-from fedloom.core.trees import ClientId, Tree, flatten
+from fedloom.core.errors import ConfigError, DataError, NeedsError, RoundError, RunError, unknown
+from fedloom.core.trees import ClientId, Tree
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays, from_torch_dataset
 from fedloom.data.registry import load as load_data
@@ -28,7 +28,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, flat_config
-from fedloom.runs.trackers import tracker
+from fedloom.runs.trackers import TRACKERS, tracker
 
 SAVE_SECONDS = 60.0
 """A checkpoint is also written when this much time has passed since the last one."""
@@ -63,13 +63,17 @@ def run(
     if not isinstance(model, str):
         given["model"] = _path_of(model)
     shared, config = parse_options(method, {k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
+    shown = display(progress) if isinstance(progress, str) else progress
+    if shared.tracker and shared.tracker not in TRACKERS:
+        raise unknown("tracker", shared.tracker, TRACKERS)
     simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root))
     resolved = flat_config(method, simulation.options, config)
-    need = 4 * sum(leaf.numel() * leaf.element_size() for leaf in flatten(simulation.trees()[0]).values())
+    # those that are kept, the best one, and the one that is being written
+    need = (simulation.options.keep + 2) * simulation.checkpoint_bytes()
     directory = RunDirectory.create(Path(out) if out else new_path(method, resolved), resolved, need_bytes=need)
     with directory.lock():
         directory.write_environment(environment(shared.seed, _device_name(simulation)))
-        return _train(simulation, directory, progress)
+        return _train(simulation, directory, shown)
 
 
 def resume(
@@ -77,14 +81,22 @@ def resume(
 ) -> Run:
     """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go."""
     directory = RunDirectory.open(Path(path))
+    shown = display(progress) if isinstance(progress, str) else progress
     with directory.lock():
         simulation = _rebuild(directory, dataset, rounds)
-        directory.update_config(rounds=simulation.options.rounds)
         if directory.checkpoints():
             last = directory.load("last")
             simulation.restore(last.round, last.state, last.memory)
+        if simulation.round > simulation.options.rounds:
+            raise ConfigError(
+                f"--rounds is {simulation.options.rounds}, but {directory.path} has done {simulation.round} rounds; "
+                "give a greater number, or leave it out."
+            )
+        directory.update_config(rounds=simulation.options.rounds)
+        if directory.environment() is None:  # killed between writing the one and the other
+            directory.write_environment(environment(simulation.options.seed, _device_name(simulation)))
         directory.rewind(simulation.round)
-        return _train(simulation, directory, progress)
+        return _train(simulation, directory, shown)
 
 
 def load(path: str | Path, *, dataset: Any = None, which: Literal["best", "last"] | int = "best") -> Run:
@@ -198,11 +210,14 @@ class Run:
                 "Call admit(x, y), or choose a method that needs no labels."
             )
         simulation, client = self.simulation, "newcomer"
-        samples = torch.as_tensor(x)
+        while client in simulation.federation.roster:
+            client += "'"
+        samples = _samples(simulation, x)
+        if not len(samples):
+            raise DataError("admit got no samples; give the newcomer at least one.")
         # labels that no program may read: any use of them as classes fails
-        labels = torch.full((len(samples), *simulation.federation.y.shape[1:]), -1) if y is None else torch.as_tensor(y)
-        if len(labels) != len(samples):
-            raise ConfigError(f"admit got {len(samples)} samples and {len(labels)} labels; give one label per sample.")
+        shape = (len(samples), *simulation.federation.y.shape[1:])
+        labels = torch.full(shape, -1) if y is None else _labels(simulation, y, shape)
         model = simulation.federation.roster[simulation.setup.clients[0]].model
         joined = simulation.joined_by(client, model, samples, labels)
         sent = joined.admit([client])
@@ -219,8 +234,13 @@ class Run:
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)
-        if name not in self.simulation.federation.roster:
-            raise unknown("client", name, self.simulation.federation.roster)
+        if name in self.simulation.federation.unseen:
+            raise NeedsError(
+                f"Client {name!r} took no part in training, so that nothing is kept for it; "
+                "use admit with its samples, or evaluate_unseen."
+            )
+        if name not in self.clients:
+            raise unknown("client", name, self.clients)
         return name
 
 
@@ -233,7 +253,8 @@ def as_arrays(dataset: Any) -> Arrays:
     if isinstance(dataset, Arrays):
         return dataset
     if isinstance(dataset, tuple) and len(dataset) == 2:
-        return from_arrays(*dataset)
+        x, y = (part.detach().cpu() if isinstance(part, Tensor) else part for part in dataset)
+        return from_arrays(x, y)
     return from_torch_dataset(dataset)
 
 
@@ -266,11 +287,11 @@ def _rebuild(directory: RunDirectory, dataset: Any, rounds: int | None = None) -
     return Simulation(method, shared, config, arrays)
 
 
-def _train(simulation: Simulation, directory: RunDirectory, progress: str | Display) -> Run:
+def _train(simulation: Simulation, directory: RunDirectory, shown: Display) -> Run:
     """Rounds, records and checkpoints until the end; what is on disk is always a run that can go on."""
     options, task = simulation.options, simulation.setup.task
-    best = _best(directory)
-    shown = display(progress) if isinstance(progress, str) else progress
+    best, is_best = _best(directory), False
+    done = simulation.mark(), is_best  # the last round whose record is written
     follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
     saved = time.monotonic()
     with follow as log, shown as screen:
@@ -284,11 +305,11 @@ def _train(simulation: Simulation, directory: RunDirectory, progress: str | Disp
                     start = time.perf_counter()
                     record["metrics"] = simulation.metrics()
                     record["seconds"]["evaluation"] = time.perf_counter() - start
-                    better = _better(record["metrics"], task, best)
-                    best, is_best = (
-                        ({"round": simulation.round, **record["metrics"]}, True) if better else (best, False)
-                    )
+                    is_best = _better(record["metrics"], task, best)
+                    if is_best:
+                        best = {"round": simulation.round, **record["metrics"]}
                 directory.append(record)
+                done = simulation.mark(), is_best
                 if evaluated or time.monotonic() - saved > SAVE_SECONDS:
                     directory.save(simulation.round, *simulation.trees(), {}, best=is_best, keep=options.keep)
                     saved = time.monotonic()
@@ -296,16 +317,19 @@ def _train(simulation: Simulation, directory: RunDirectory, progress: str | Disp
                     log.log(_numbers(record), simulation.round)
                 screen.update(record)
         except (KeyboardInterrupt, RoundError):
-            simulation.engine.rollback()
+            # wherever it was: in a round, in an evaluation, or between a record and its checkpoint
+            mark, is_best = done
+            simulation.go_back(mark)
+            directory.rewind(simulation.round)
             if simulation.round not in directory.checkpoints():
-                directory.save(simulation.round, *simulation.trees(), {}, best=False, keep=options.keep)
-            directory.write_summary(_summary(simulation, directory, best, finished=False))
+                directory.save(simulation.round, *simulation.trees(), {}, best=is_best, keep=options.keep)
+            directory.write_summary(_summary(simulation, directory, _best(directory), finished=False))
             raise
         if options.rounds == 0:
             directory.save(0, *simulation.trees(), {}, best=False, keep=options.keep)
         directory.write_summary(_summary(simulation, directory, best, finished=True))
         screen.end(directory)
-    return Run(directory, None)
+    return Run(directory, None, simulation.arrays)
 
 
 def _best(directory: RunDirectory) -> dict[str, Any] | None:
@@ -353,7 +377,7 @@ def _summary(
         if simulation.federation.unseen:
             try:
                 summary["unseen"] = simulation.evaluate_unseen()
-            except NeedsError as reason:
+            except (NeedsError, RoundError) as reason:  # training is done, and its numbers stand
                 summary["unseen"] = {"reason": str(reason)}
     return summary
 
@@ -373,10 +397,50 @@ def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Mo
 
 
 def _predict(simulation: Simulation, client: ClientId, parameters: Tree, x: np.ndarray | Tensor) -> Tensor:
-    data = torch.as_tensor(x).to(simulation.federation.x)
+    data = _samples(simulation, x)
     home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
     with torch.no_grad():
         return simulation.algorithm.predict(home, parameters, data)
+
+
+def _samples(simulation: Simulation, x: Any) -> Tensor:
+    """A user's samples on the device of the federation, checked to be like its own."""
+    own = simulation.federation.x
+    samples = _tensor(x, "samples").to(own)
+    if not samples.ndim or samples.shape[1:] != own.shape[1:]:
+        raise DataError(
+            f"Got samples of shape {tuple(samples.shape)}; expected (samples, {', '.join(map(str, own.shape[1:]))}), "
+            "as in this federation."
+        )
+    if not samples.isfinite().all():
+        raise DataError("Got samples with NaN or infinite values; remove or replace them.")
+    return samples
+
+
+def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
+    """A newcomer's labels, checked to be like the federation's."""
+    own, classes = simulation.federation.y, simulation.arrays.num_classes
+    labels = _tensor(y, "labels")
+    if tuple(labels.shape) != shape:
+        raise DataError(f"Got labels of shape {tuple(labels.shape)} for {shape[0]} samples; expected {shape}.")
+    if not labels.isfinite().all():
+        raise DataError("Got labels with NaN or infinite values; remove or replace those samples.")
+    whole = labels.to(own)
+    if classes and (bool((whole != labels).any()) or int(whole.min()) < 0 or int(whole.max()) >= classes):
+        raise DataError(
+            f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
+            "as in this federation."
+        )
+    return whole
+
+
+def _tensor(values: Any, what: str) -> Tensor:
+    try:
+        return torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"The {what} cannot be made a tensor: got a {type(values).__name__}; expected an array of numbers."
+        ) from None
 
 
 def _device_name(simulation: Simulation) -> str:

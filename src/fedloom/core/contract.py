@@ -36,7 +36,7 @@ What a method file holds, in this order
         client_step(home, shared, carry, batch)  -> carry       once per batch
         client_final(home, shared, carry, memory) -> (reply, memory)
 
-    ``home`` is what the client has of its own (``Home``), ``memory`` what it keeps from ask to ask: always
+    ``home`` is what the client has of its own (``Home``; a program may bring a *guest* network along), ``memory`` what it keeps from ask to ask: always
     ``memory["buffers"]``, its model's running statistics, and whatever ``first_memory`` started and ``client_final``
     gave back. The server never sees memory. ``delta`` is after minus before, ``pseudo_grad`` before minus after.
 ``personalise(setup, state, clients) -> Sent``
@@ -82,6 +82,10 @@ class Model(Protocol):
     @property
     def head(self) -> frozenset[str]:
         """The names of the parameters of the output layer; the rest is the body."""
+
+    @property
+    def size(self) -> int:
+        """The number of parameters: all that some servers are told of a model."""
 
     @property
     def num_outputs(self) -> int:
@@ -130,6 +134,8 @@ class Home:
     config: Any
     num_samples: Tensor  # () training samples
     key: Tensor  # () for draws in this ask (core.random)
+    guest: Model | None = None
+    """A network that the program runs besides the client's own: ``Program.guest``."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,8 @@ class Program:
     batches: Batches | None
     expects: Callable[[Tree, Tree], Tree]
     """(shared, mine) -> a tree with the shapes that a proper reply has: others are refused."""
+    guest: Model | None = None
+    """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel as any others."""
 
 
 class Cohort(NamedTuple):

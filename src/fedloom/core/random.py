@@ -56,6 +56,12 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
     return radius * torch.cos(2.0 * math.pi * uniform(fold(key, 2), shape, dtype))
 
 
+def laplace(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Laplace with scale 1, as the difference of two exponentials."""
+    one, other = (torch.log1p(-uniform(fold(key, i), shape, dtype)) for i in (1, 2))
+    return one - other
+
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _M2 = -7723592293110705685  # 0x94D049BB133111EB

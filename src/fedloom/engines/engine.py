@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.clients.batching import Schedule, schedule
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Home, Program
+from fedloom.core.contract import Algorithm, Home, Model, Program
 from fedloom.core.errors import RoundError
 from fedloom.core.random import seed_of, stream
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
@@ -120,9 +120,9 @@ class AbstractEngine(abc.ABC):
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """Run the program for clients whose model, ``mine`` and memory have the same shapes."""
 
-    def home(self, client: ClientId, num_samples: Tensor, key: Tensor) -> Home:
+    def home(self, client: ClientId, num_samples: Tensor, key: Tensor, guest: Model | None = None) -> Home:
         """The surroundings of a client; under ``vmap`` the two tensors stand for those of the whole group."""
-        return Home(self.federation.roster[client].model, self.federation.task, self.config, num_samples, key)
+        return Home(self.federation.roster[client].model, self.federation.task, self.config, num_samples, key, guest)
 
     def num_samples(self, clients: Sequence[ClientId]) -> Tensor:
         """The sizes of the clients' training data, in the type that weights are computed in."""

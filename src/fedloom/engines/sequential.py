@@ -33,7 +33,7 @@ def run_client(
     """What the client itself would do on a machine of its own: its reply and its new memory."""
     data, device = engine.federation, engine.federation.device
     memory, key = engine.recall(client), engine.keys([client])[0]
-    home = engine.home(client, engine.num_samples([client])[0], key)
+    home = engine.home(client, engine.num_samples([client])[0], key, program.guest)
     carry = _stage("init", client, mine, program.init, home, shared, mine, memory)
     plan = engine.schedule(program, client)
     numbers, epochs = torch.arange(len(plan.rows), device=device), torch.tensor(plan.epochs, device=device)

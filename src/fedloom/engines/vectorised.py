@@ -52,7 +52,7 @@ class Vectorised(AbstractEngine):
         own, memory = mine.pick(clients), stack([self.recall(client) for client in clients])
 
         def home(facts: Facts) -> Home:
-            return self.home(clients[0], *facts)
+            return self.home(clients[0], *facts, program.guest)
 
         def init(facts: Facts, own: Tree, memory: Tree) -> Any:
             return program.init(home(facts), shared, own, memory)

@@ -98,15 +98,15 @@ class RunDirectory:
         return [self._record(number, line) for number, line in enumerate(lines, start=1)]
 
     def rewind(self, round: int) -> None:
-        """Go back to the end of ``round``: drop later records and checkpoints and the summary, for resuming from there."""
+        """Go back to the end of ``round``: drop the summary and later records and checkpoints, for resuming."""
+        with files.writing(self.path / SUMMARY):
+            (self.path / SUMMARY).unlink(missing_ok=True)  # it would be of another run than this one becomes
         # In this order, so that when killed in between, no checkpoint lacks its records or its best one.
         for later in reversed(self.checkpoints()):
             if later > round:
                 files.remove_folder(self._folder(later))
         kept = [record for record in self.records() if record.get("round", 0) <= round]
         files.write_file(self._metrics, b"".join(files.to_json(record) for record in kept))
-        with files.writing(self.path / SUMMARY):
-            (self.path / SUMMARY).unlink(missing_ok=True)  # of a longer or a shorter run than this one will be
 
     def save(
         self,

@@ -20,7 +20,7 @@ from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
-from fedloom.core.trees import ClientId, Tree, flatten
+from fedloom.core.trees import ClientId, Tree, flatten, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.metrics.evaluation import Score, evaluate
@@ -83,6 +83,7 @@ class Simulation:
         self.engine = ENGINES[engine](self.federation, self.algorithm, config, options.seed)
         self.state = self.algorithm.init(self.setup)
         self.round = 0
+        self._memories: dict[Any, dict[str, torch.Tensor]] = {}
 
     @property
     def eval_every(self) -> int:
@@ -171,6 +172,11 @@ class Simulation:
         """All that a checkpoint needs: the server's state and the clients' memory."""
         return self.state._asdict(), self.engine.memory
 
+    def checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint when every client has been asked."""
+        models = (self.setup.models[client] for client in self.setup.clients)
+        return num_bytes(self.state._asdict()) + sum(num_bytes(self._first_memory(model)) for model in models)
+
     def mark(self) -> Mark:
         """This moment, to go back to. Trees are values, so it is no copy of them."""
         return Mark(self.round, self.state, dict(self.engine.memory))
@@ -181,8 +187,33 @@ class Simulation:
 
     def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
         """Go back to a checkpoint; refuses one that is not of this method and federation."""
-        expected, got = flatten(self.state._asdict()), flatten(state)
-        for path in [*expected, *got]:
+        expected = flatten(self.state._asdict())
+        self._check_fit(expected, flatten(state), [*expected, *flatten(state)])
+        foreign = [client for client in memory if client not in self.federation.roster]
+        if foreign:
+            raise RunError(
+                f"The checkpoint remembers client {foreign[0]!r}, which this federation does not have. "
+                "Use the config and data it was made with."
+            )
+        for client, tree in memory.items():
+            first = self._first_memory(self.federation.roster[client].model)
+            self._check_fit(first, flatten(tree), list(first))  # training may have added to it
+        device = self.federation.device
+        self.state = self.algorithm.state(**_to(state, device))
+        self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
+        self.round = round
+
+    def _first_memory(self, model: Model) -> dict[str, torch.Tensor]:
+        """What a client with this model begins with: for its shapes."""
+        if model.spec not in self._memories:
+            first = {"buffers": model.fresh_buffers(), **self.algorithm.first_memory(model, self.config, 0)}
+            self._memories[model.spec] = flatten(first)
+        return self._memories[model.spec]
+
+    def _check_fit(
+        self, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], paths: Sequence[str]
+    ) -> None:
+        for path in paths:
             here, there = expected.get(path), got.get(path)
             if here is None or there is None or here.shape != there.shape:
                 raise RunError(
@@ -190,16 +221,6 @@ class Simulation:
                     f"{'missing' if there is None else tuple(there.shape)}, expected "
                     f"{'nothing' if here is None else tuple(here.shape)}. Use the config it was made with."
                 )
-        foreign = [client for client in memory if client not in self.federation.roster]
-        if foreign:
-            raise RunError(
-                f"The checkpoint remembers client {foreign[0]!r}, which this federation does not have. "
-                "Use the config and data it was made with."
-            )
-        device = self.federation.device
-        self.state = self.algorithm.state(**_to(state, device))
-        self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
-        self.round = round
 
     def _personal(self, clients: Sequence[ClientId]) -> Sent:
         return self.algorithm.personalise(self.setup, self.state, clients)
