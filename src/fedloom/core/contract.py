@@ -36,9 +36,10 @@ What a method file holds, in this order
         client_step(home, shared, carry, batch)  -> carry       once per batch
         client_final(home, shared, carry, memory) -> (reply, memory)
 
-    ``home`` is what the client has of its own (``Home``; a program may bring a *guest* network along), ``memory`` what it keeps from ask to ask: always
-    ``memory["buffers"]``, its model's running statistics, and whatever ``first_memory`` started and ``client_final``
-    gave back. The server never sees memory. ``delta`` is after minus before, ``pseudo_grad`` before minus after.
+    ``home`` is what the client has of its own (``Home``), and the *guest* network if the program brings one. ``memory``
+    is what it keeps from ask to ask: always ``memory["buffers"]``, its model's running statistics, and whatever
+    ``first_memory`` started and ``client_final`` gave back. The server never sees memory. ``delta`` is after minus
+    before, ``pseudo_grad`` before minus after.
 ``personalise(setup, state, clients) -> Sent``
     What the server sends for use, in the form of an ask. With ``client_deploy(home, shared, mine, memory) -> tree``,
     which the client runs, and ``predict(home, deployed, x) -> outputs``, a pure function, it makes a *predictor*: the
@@ -165,7 +166,7 @@ class Program:
     expects: Callable[[Tree, Tree], Tree]
     """(shared, mine) -> a tree with the shapes that a proper reply has: others are refused."""
     guest: Model | None = None
-    """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel as any others."""
+    """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel too."""
 
 
 class Cohort(NamedTuple):

@@ -16,6 +16,7 @@ from fedloom import algorithms
 from fedloom.clients.federation import Federation, federate
 from fedloom.clients.partition import Partition, partition
 from fedloom.clients.shift import apply_shift
+from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.core.random import stream
@@ -203,7 +204,7 @@ class Simulation:
         self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
         self.round = round
 
-    def _first_memory(self, model: Model) -> dict[str, torch.Tensor]:
+    def _first_memory(self, model: contract.Model) -> dict[str, torch.Tensor]:
         """What a client with this model begins with: for its shapes."""
         if model.spec not in self._memories:
             first = {"buffers": model.fresh_buffers(), **self.algorithm.first_memory(model, self.config, 0)}
