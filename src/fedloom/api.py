@@ -23,6 +23,7 @@ from fedloom.core.trees import ClientId, Tree
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays, from_torch_dataset
 from fedloom.data.registry import load as load_data
+from fedloom.models.load import Shifted
 from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
@@ -99,10 +100,15 @@ def resume(
         return _train(simulation, directory, shown)
 
 
-def load(path: str | Path, *, dataset: Any = None, which: Literal["best", "last"] | int = "best") -> Run:
-    """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept."""
+def load(
+    path: str | Path, *, dataset: Any = None, which: Literal["best", "last"] | int = "best", adapt: str | None = None
+) -> Run:
+    """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept.
+
+    With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not.
+    """
     directory = RunDirectory.open(Path(path))
-    return Run(directory, None, dataset, which)
+    return Run(directory, None, dataset, which, adapt)
 
 
 @dataclass
@@ -132,9 +138,10 @@ class Run:
         simulation: Simulation | None,
         dataset: Any = None,
         which: Literal["best", "last"] | int = "best",
+        adapt: str | None = None,
     ) -> None:
         self.directory = directory
-        self._simulation, self._dataset, self._which = simulation, dataset, which
+        self._simulation, self._dataset, self._which, self._adapt = simulation, dataset, which, adapt
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -166,10 +173,11 @@ class Run:
     def simulation(self) -> Simulation:
         """The federation with the checkpoint's state in it."""
         if self._simulation is None:
-            self._simulation = _rebuild(self.directory, self._dataset)
+            self._simulation = _rebuild(self.directory, self._dataset, adapt=self._adapt)
             nothing_best = self._which == "best" and self.directory.best_round() is None
             checkpoint = self.directory.load("last" if nothing_best else self._which)
             self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
+            self._simulation.settle()
         return self._simulation
 
     @property
@@ -270,13 +278,15 @@ def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, An
     return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
 
 
-def _rebuild(directory: RunDirectory, dataset: Any, rounds: int | None = None) -> Simulation:
+def _rebuild(directory: RunDirectory, dataset: Any, rounds: int | None = None, adapt: str | None = None) -> Simulation:
     given = dict(directory.config)
     method = given.pop("method", None)
     if not isinstance(method, str):
         raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
     if rounds is not None:
         given["rounds"] = rounds
+    if adapt is not None:
+        given["adapt"] = adapt
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
         raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")
@@ -389,11 +399,13 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Module:
-    if simulation.algorithm.predict is not predict_with_target:
+    if simulation.base.predict is not predict_with_target:
         raise NeedsError(f"{simulation.algorithm.name} deploys more than one network; use predict instead of model.")
     model: Any = simulation.federation.roster[client].model
-    module: nn.Module = model.module(parameters["params"], parameters["buffers"])
-    return module
+    plain = parameters.get("base", parameters)
+    module: nn.Module = model.module(plain["params"], plain["buffers"])
+    adapted = "offset" in parameters
+    return Shifted(module, parameters["slope"], parameters["offset"]).eval() if adapted else module
 
 
 def _predict(simulation: Simulation, client: ClientId, parameters: Tree, x: np.ndarray | Tensor) -> Tensor:

@@ -152,6 +152,7 @@ ALGORITHM = Algorithm(
     client_deploy=client_deploy,
     admit=admit,
     admit_labels=False,
+    carries_prior=False,
     cohort=5,  # pFedHN, App. B: baselines aggregate over 5 clients
     needs=Needs(same_model=True),
 )

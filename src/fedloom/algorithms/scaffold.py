@@ -181,6 +181,7 @@ ALGORITHM = Algorithm(
     client_deploy=deploy_shared,
     admit=admit,
     admit_labels=False,
+    carries_prior=False,
     cohort=5,
     needs=Needs(same_model=True),
 )

@@ -46,6 +46,8 @@ What a method file holds, in this order
     only thing that evaluation, export and serving know of a method.
 ``admit(setup, state, newcomers, ask) -> Sent``, if the method can serve clients that took no part
     The same for newcomers: clients that ``ask`` can reach and ``state`` knows nothing of.
+``settle(setup, state, ask) -> State``, rarely
+    What has to be asked between training and use: calibration, for example.
 ``ALGORITHM = Algorithm(...)``
     All of this by name, the citation, and the *declared needs*, which are checked before round 1.
 
@@ -83,6 +85,14 @@ class Model(Protocol):
     @property
     def head(self) -> frozenset[str]:
         """The names of the parameters of the output layer; the rest is the body."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters live."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters."""
 
     @property
     def size(self) -> int:
@@ -297,6 +307,10 @@ class Algorithm:
     admit: Callable[[Setup[Any], Any, Cohort, Ask], Sent] | None = None
     admit_labels: bool = True
     """Newcomers need labels to be admitted."""
+    settle: Callable[[Setup[Any], Any, Ask], Any] | None = None
+    """Brings a state into the form in which it is evaluated and deployed, where that takes further asks."""
+    carries_prior: bool = True
+    """Models know which classes their client has; False for a global model, which can be told (``--adapt prior``)."""
     cohort: int = 10
     """The paper's number of clients a round: the default of ``--cohort``."""
     needs: Needs = Needs()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.core.errors import DataError
 from fedloom.core.trees import Params
@@ -16,8 +16,27 @@ from fedloom.models.spec import parse
 
 def load_model(path: str | Path, model: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
     """The network ``model`` with the parameters in ``path``, of the type they have there, in evaluation mode."""
-    module = parse(model, input_shape, num_outputs).build()
-    return fill(module, safetensors.torch.load_file(path), str(path)).eval()
+    module, tensors = parse(model, input_shape, num_outputs).build(), safetensors.torch.load_file(path)
+    if "offset" in tensors and "network." in "".join(tensors):
+        module = Shifted(module, tensors["slope"], tensors["offset"])
+    return fill(module, tensors, str(path)).eval()
+
+
+class Shifted(nn.Module):
+    """A network whose class scores are put on a line: ``slope * scores + offset``, e.g. with a client's log prior."""
+
+    slope: Tensor
+    offset: Tensor
+
+    def __init__(self, network: nn.Module, slope: Tensor, offset: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("slope", slope)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores, adapted."""
+        return self.slope * self.network(x) + self.offset
 
 
 def fill(module: nn.Module, tensors: Params, where: str) -> nn.Module:

@@ -18,7 +18,11 @@ def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: s
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     stem = "client-" + quote(client, safe="")
-    weights = {**deployed["params"], **deployed["buffers"]}
+    plain = deployed.get("base", deployed)
+    weights = {**plain["params"], **plain["buffers"]}
+    if "base" in deployed:  # an adapted predictor: models.load.Shifted
+        weights = {f"network.{name}": value for name, value in weights.items()}
+        weights |= {"slope": deployed["slope"], "offset": deployed["offset"]}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
     path = folder / f"{stem}.safetensors"

@@ -28,6 +28,9 @@ class RunOptions:
     model: str = option(
         "auto", "A network, several separated by commas (clients take them in turn), or an import path."
     )
+    adapt: Literal["none", "prior"] = option("none", "Add each client's label shares to the scores of a global model.")
+    adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
+    adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
     rounds: int = option(100, "Rounds of training.", low=0)
     cohort: int = option(0, "Clients asked in a round; 0: as many as the method's paper does.", low=0)
     engine: str = option("auto", "auto, sequential, vectorised or loopback.")
@@ -41,6 +44,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.adapt_noise and not self.adapt_clip:
+            raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
         if self.cohort > self.clients:
             raise ConfigError(
                 f"--cohort is {self.cohort}, but there are {self.clients} clients; ask at most as many as there are."

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from fedloom import algorithms
+from fedloom.adaptation.calibration import Privacy
+from fedloom.adaptation.prior import with_prior
 from fedloom.clients.federation import Federation, federate
 from fedloom.clients.partition import Partition, partition
 from fedloom.clients.shift import apply_shift
 from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
-from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import ClientId, Tree, flatten, num_bytes
@@ -60,7 +62,10 @@ class Simulation:
 
     def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
         self.method, self.config, self.arrays = method, config, arrays
-        self.algorithm: Algorithm = algorithms.get(method)
+        self.base = algorithms.get(method)
+        self.algorithm: Algorithm = self.base
+        if options.adapt == "prior":
+            self.algorithm = with_prior(self.base, Privacy(options.adapt_clip, options.adapt_noise))
         self.partition = split(options, arrays)
         self.federation = _federation(options, arrays, self.partition)
         participants = self.federation.participants
@@ -122,8 +127,15 @@ class Simulation:
         self.engine.begin(f"evaluation after round {self.round}")
         return evaluate(self.algorithm, self._personal, chosen, split, self.engine.ask)
 
+    def settle(self) -> None:
+        """Bring the state into the form in which it is evaluated and deployed."""
+        if self.algorithm.settle:
+            self.engine.begin(f"settling after round {self.round}")
+            self.state = self.algorithm.settle(self.setup, self.state, self.engine.ask)
+
     def metrics(self) -> dict[str, float]:
         """The named numbers of an evaluation on validation and test data."""
+        self.settle()
         clients = self.setup.clients
         if 0 < self.options.eval_clients < len(clients):
             draw = stream(self.options.seed, "evaluation")
@@ -149,10 +161,22 @@ class Simulation:
         newcomers = self.federation.having("test", self.federation.having("train", self.federation.unseen))
         if not newcomers:
             return {}
-        sent = self.admit(newcomers)
+        sent = self._admit_without_labels(newcomers) if not self.algorithm.admit_labels else self.admit(newcomers)
         self.engine.begin("evaluation of unseen clients")
         scores = evaluate(self.algorithm, lambda _: sent, newcomers, "test", self.engine.ask, at_once=len(newcomers))
         return summarise(scores, self.setup.task, "unseen", "test")
+
+    def _admit_without_labels(self, newcomers: Sequence[ClientId]) -> Sent:
+        """Admission with every label of the newcomers' training data out of reach."""
+        rows = np.concatenate([self.federation.roster[client].rows["train"] for client in newcomers])
+        hidden = self.federation.y.clone()
+        hidden[torch.as_tensor(rows, device=hidden.device)] = -1
+        seen = self.engine.federation
+        self.engine.federation = replace(self.federation, y=hidden)
+        try:
+            return self.admit(newcomers)
+        finally:
+            self.engine.federation = seen
 
     def deployed(self, client: ClientId, sent: Sent | None = None) -> Tree:
         """What a client deploys, composed with its own memory, as it would on its own machine."""
@@ -187,7 +211,13 @@ class Simulation:
         self.round, self.state, self.engine.memory = mark.round, mark.state, dict(mark.memory)
 
     def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
-        """Go back to a checkpoint; refuses one that is not of this method and federation."""
+        """Go back to a checkpoint; refuses one that is not of this method and federation.
+
+        A checkpoint of the plain method fits its adapted form too: what settling finds is found anew.
+        """
+        if self.algorithm is not self.base and "base" not in state:
+            state = {**self.state._asdict(), "base": state}
+            memory = {client: {**self.engine.recall(client), **tree} for client, tree in memory.items()}
         expected = flatten(self.state._asdict())
         self._check_fit(expected, flatten(state), [*expected, *flatten(state)])
         foreign = [client for client in memory if client not in self.federation.roster]
@@ -240,8 +270,8 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
     models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
     x = arrays.x
     if options.unseen_shift:
-        rows = np.concatenate([[], *([c.train, c.val, c.test] for c in parts.clients if c.unseen)], axis=None)
-        rows = rows.astype(np.int64)
+        held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *held])
         x = x.copy()
         low, high = x.min(), x.max()
         x[rows] = apply_shift(
@@ -256,8 +286,8 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError):
         here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
         raise ConfigError(
             f"--device {name} is not available; this machine has {here}. Leave it out for auto."
@@ -270,6 +300,8 @@ def task_of(name: str, arrays: Arrays) -> Task:
     known = {"classification": CLASSIFICATION, "regression": REGRESSION}
     if name == "auto":
         return CLASSIFICATION if arrays.num_classes else REGRESSION
+    if name not in known and ":" not in name:
+        raise unknown("task", name, ["auto", *known, "package.module:TASK"])
     task = known[name] if name in known else import_path(name, "--task")
     if not isinstance(task, Task):
         raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper: what it asks, what it learns, whom it refuses; and calibration through it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize
+
+from conftest import CLASSES, play, setup_of, small_federation
+from fedloom import algorithms
+from fedloom.adaptation.calibration import Privacy
+from fedloom.adaptation.dirichlet import shares
+from fedloom.adaptation.prior import with_prior
+from fedloom.core.contract import Cohort
+from fedloom.core.errors import NeedsError
+from fedloom.engines.auto import ENGINES
+from fedloom.metrics.evaluation import evaluate
+
+FEDAVG = algorithms.get("fedavg")
+PRIOR = with_prior(FEDAVG)
+
+
+def settled(engine: str = "sequential", unseen: int = 0, rounds: int = 3, algorithm=PRIOR):
+    federation = small_federation(unseen=unseen, sizes=(9, 4, 13, 7, 5, 8))
+    played = play(algorithm, federation, engine, rounds=rounds)
+    played.engine.begin("settling")
+    played.state = algorithm.settle(played.setup, played.state, played.engine.ask)
+    return federation, played
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_settling_gives_the_pooled_fit(engine: str) -> None:
+    """Slope and biases minimise the loss on all validation data together, each client's log shares as an offset."""
+    federation, played = settled(engine)
+    rows = [client.rows["val"] for client in federation.roster.values()]
+    model = federation.roster["0"].model
+    scores = [model(played.state.base["params"], {}, federation.x[torch.as_tensor(r)]) for r in rows]
+    offsets = [
+        torch.log(shares(played.engine.memory[c]["label_counts"], played.state.alpha)).expand(len(r), -1)
+        for c, r in zip(federation.roster, rows)
+    ]
+    s, o = torch.cat(scores), torch.cat(offsets)
+    y = federation.y[torch.as_tensor(np.concatenate(rows))]
+
+    def pooled(point: np.ndarray) -> tuple[float, np.ndarray]:
+        p = torch.tensor(point, requires_grad=True)
+        loss = F.cross_entropy(p[0] * s + p[1:] + o, y, reduction="sum") + 5e-9 * len(y) * p.square().sum()
+        loss.backward()
+        return float(loss.detach()), p.grad.numpy()
+
+    best = minimize(pooled, np.array([1.0] + [0.0] * CLASSES), jac=True, method="BFGS", options={"gtol": 1e-10})
+    assert abs(best.x[0] - float(played.state.slope)) < 1e-4 or best.x[0] < 1e-3
+    np.testing.assert_allclose(played.state.bias.numpy(), best.x[1:] - best.x[1:].mean(), atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_agree(engine: str) -> None:
+    one, other = settled("sequential", unseen=2)[1], settled(engine, unseen=2)[1]
+    torch.testing.assert_close(one.state.bias, other.state.bias, atol=1e-8, rtol=0)
+    for played in (one, other):
+        played.engine.begin("admission")
+        PRIOR.admit(played.setup, played.state, Cohort(3, ("4", "5")), played.engine.ask)
+    for client in ("4", "5"):
+        found, expected = (p.engine.memory[client]["label_counts"] for p in (one, other))
+        torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
+
+
+def test_participants_count_their_labels_and_tell_only_shares() -> None:
+    told = {}
+
+    def listening(ask):
+        def heard(program, shared, mine):
+            replies = ask(program, shared, mine)
+            told.setdefault(program.name, {name for c in replies for name in replies[c]})
+            return replies
+
+        return heard
+
+    federation = small_federation()
+    played = play(PRIOR, federation, rounds=1)
+    played.engine.begin("settling")
+    PRIOR.settle(played.setup, played.state, listening(played.engine.ask))
+    assert told["label_shares"] == {"shares", "num_samples"}
+    assert told["calibrate"] == {"value", "gradient", "curvature", "samples"}
+    for client in federation.roster.values():
+        counts = torch.bincount(federation.y[torch.as_tensor(client.rows["train"])], minlength=CLASSES)
+        assert torch.equal(played.engine.memory[client.id]["label_counts"], counts.double())
+
+
+def test_a_newcomer_answers_nothing_and_its_labels_are_not_needed() -> None:
+    federation, played = settled(unseen=2)
+    sizes = []
+
+    def listening(program, shared, mine):
+        replies = played.engine.ask(program, shared, mine)
+        sizes.append((program.name, {name for c in replies for name in replies[c]}))
+        return replies
+
+    federation.y[torch.as_tensor(np.concatenate([federation.roster[c].rows["train"] for c in ("4", "5")]))] = -1
+    played.engine.begin("admission")
+    PRIOR.admit(played.setup, played.state, Cohort(3, ("4", "5")), listening)
+    assert sizes == [("estimate_prior", set())]
+    for client in ("4", "5"):
+        counts = played.engine.memory[client]["label_counts"]
+        torch.testing.assert_close(
+            counts.sum(), torch.tensor(float(len(federation.roster[client].rows["train"]))).double()
+        )
+
+
+def test_labels_of_a_newcomer_that_are_there_are_counted() -> None:
+    federation, played = settled(unseen=1)
+    played.engine.begin("admission")
+    PRIOR.admit(played.setup, played.state, Cohort(3, ("5",)), played.engine.ask)
+    truth = torch.bincount(federation.y[torch.as_tensor(federation.roster["5"].rows["train"])], minlength=CLASSES)
+    torch.testing.assert_close(played.engine.memory["5"]["label_counts"], truth.double())
+
+
+def test_it_predicts_the_line_through_the_scores_plus_the_log_shares() -> None:
+    federation, played = settled()
+    played.engine.begin("x")
+    home = played.engine.home("1", played.engine.num_samples(["1"])[0], torch.zeros((), dtype=torch.int64))
+    shared, mine = PRIOR.personalise(played.setup, played.state, ["1"])
+    deployed = PRIOR.client_deploy(home, shared, mine["1"], played.engine.memory["1"])
+    x = federation.x[:4]
+    raw = home.model(played.state.base["params"], {}, x)
+    prior = shares(played.engine.memory["1"]["label_counts"], played.state.alpha)
+    expected = played.state.slope * raw + played.state.bias + prior.log()
+    torch.testing.assert_close(PRIOR.predict(home, deployed, x), expected)
+
+
+def test_before_it_has_settled_it_predicts_what_the_wrapped_method_predicts() -> None:
+    federation = small_federation()
+    scores = []
+    for algorithm in (FEDAVG, PRIOR):
+        played = play(algorithm, federation, rounds=2)
+        played.engine.begin("evaluation")
+        sent = lambda clients, p=played, a=algorithm: a.personalise(p.setup, p.state, clients)  # noqa: E731
+        scores.append(evaluate(algorithm, sent, federation.participants, "test", played.engine.ask))
+    assert [s.metric for s in scores[0].values()] == [s.metric for s in scores[1].values()]
+
+
+def test_training_is_that_of_the_wrapped_method() -> None:
+    federation = small_federation()
+    plain, wrapped = (play(a, federation, rounds=3) for a in (FEDAVG, PRIOR))
+    assert all(torch.equal(plain.state.params[n], wrapped.state.base["params"][n]) for n in plain.state.params)
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc", "fedper", "local"])
+def test_methods_whose_models_know_the_prior_are_refused(method: str) -> None:
+    with pytest.raises(NeedsError, match="know its prior already; --adapt prior would count it twice"):
+        with_prior(algorithms.get(method))
+
+
+def test_a_task_without_class_scores_is_refused() -> None:
+    from dataclasses import replace
+
+    from fedloom.core.task import REGRESSION
+
+    setup = replace(setup_of(small_federation(), FEDAVG.config()), task=REGRESSION)
+    assert "needs class labels" in PRIOR.needs.violations(setup, PRIOR.name)[0]
+
+
+def test_answers_are_clipped_and_noised_and_the_fit_stays_sane() -> None:
+    private = with_prior(FEDAVG, Privacy(clip=5.0, noise=0.01))
+    largest = []
+
+    federation = small_federation()
+    played = play(private, federation, rounds=2)
+
+    def listening(program, shared, mine):
+        replies = played.engine.ask(program, shared, mine)
+        if program.name == "calibrate":
+            for c in replies:
+                largest.append(float(torch.cat([v.reshape(-1) for v in replies[c].values()]).norm()))
+        return replies
+
+    played.engine.begin("settling")
+    state = private.settle(played.setup, played.state, listening)
+    assert max(largest) < 5.0 + 10 * 0.05
+    assert state.bias.isfinite().all() and float(state.slope) > 0
+    other = private.settle(played.setup, played.state, played.engine.ask)
+    assert not torch.equal(other.bias, state.bias)  # the noise is another one in another ask
