@@ -36,7 +36,8 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores, adapted."""
-        return self.slope * self.network(x) + self.offset
+        scores: Tensor = self.slope * self.network(x) + self.offset
+        return scores
 
 
 def fill(module: nn.Module, tensors: Params, where: str) -> nn.Module:

@@ -16,8 +16,10 @@ class RunOptions:
 
     dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
     data_root: str | None = option(None, "Where published files lie; without it, the variable FEDLOOM_DATA.")
-    partition: str = option("classes:2", "How samples are split over clients: see `fedloom datasets`.")
-    clients: int = option(20, "Clients that take part in training.", low=1)
+    partition: str = option(
+        "auto", "How samples are split over clients: see `fedloom datasets`; auto: as the data say, else classes:2."
+    )
+    clients: int | None = option(None, "Clients that take part; without it, all that the data name, else 20.", low=1)
     unseen: float = option(0.0, "Clients held out of training: a count, or a share of all clients.", low=0)
     unseen_partition: str | None = option(None, "Another partition for the unseen clients, e.g. dirichlet:1.")
     unseen_shift: str | None = option(None, "A change of the unseen clients' images, e.g. blur or rotation.")
@@ -35,6 +37,9 @@ class RunOptions:
     cohort: int = option(0, "Clients asked in a round; 0: as many as the method's paper does.", low=0)
     engine: str = option("auto", "auto, sequential, vectorised or loopback.")
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    threads: int = option(
+        0, "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice.", low=0
+    )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     seed: int = option(0, "Seed of everything random.", low=0)
     eval_every: int = option(0, "Rounds between evaluations; 0: twenty in a run.", low=0)
@@ -46,7 +51,7 @@ class RunOptions:
         check(self)
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
-        if self.cohort > self.clients:
+        if self.clients is not None and self.cohort > self.clients:
             raise ConfigError(
                 f"--cohort is {self.cohort}, but there are {self.clients} clients; ask at most as many as there are."
             )

@@ -33,8 +33,25 @@ from fedloom.models.spec import import_path, parse
 from fedloom.runs.options import RunOptions
 
 
+def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
+    """Partition and number of clients, where they are left to the data: clients that the data name stay as they are."""
+    scheme = options.partition
+    if scheme == "auto":
+        classes = min(2, arrays.num_classes)
+        scheme = "group:client" if "client" in arrays.groups else f"classes:{classes}" if classes else "iid"
+    clients = options.clients
+    if clients is None:
+        named = arrays.groups.get(scheme.removeprefix("group:")) if scheme.startswith("group:") else None
+        everybody = 20 if named is None else len(np.unique(named))
+        held_out = options.unseen if options.unseen >= 1 else round(options.unseen * everybody)
+        clients = everybody if named is None else max(1, everybody - int(held_out))
+    return replace(options, partition=scheme, clients=clients)
+
+
 def split(options: RunOptions, arrays: Arrays) -> Partition:
     """Who holds which samples."""
+    options = resolve(options, arrays)
+    assert options.clients is not None
     return partition(
         arrays.y,
         options.partition,
@@ -66,6 +83,9 @@ class Simulation:
         self.algorithm: Algorithm = self.base
         if options.adapt == "prior":
             self.algorithm = with_prior(self.base, Privacy(options.adapt_clip, options.adapt_noise))
+        options = resolve(options, arrays)
+        if options.threads:
+            torch.set_num_threads(options.threads)
         self.partition = split(options, arrays)
         self.federation = _federation(options, arrays, self.partition)
         participants = self.federation.participants
@@ -73,7 +93,14 @@ class Simulation:
         models = self.federation.models.values()
         engine, self.engine_reason = choose(options.engine, self.federation.device, models, cohort)
         device = str(self.federation.device)
-        self.options = replace(options, clients=len(participants), cohort=cohort, engine=engine, device=device)
+        self.options = replace(
+            options,
+            clients=len(participants),
+            cohort=cohort,
+            engine=engine,
+            device=device,
+            threads=torch.get_num_threads(),
+        )
         self.setup: Setup[Any] = Setup(
             config,
             participants,

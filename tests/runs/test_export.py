@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported models need no run directory, whatever their clients are called."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import fedloom
+from fedloom.core.errors import ConfigError, RunError
+from fedloom.data.own import from_arrays
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
+from fedloom.runs.export import export
+
+NAMES = ("plain", "a/b", "../up", "ü ñ", "dots.and.dots", "100%", "quote'\"", "back\\slash", ".", "a:b?*")
+"""Ids of clients that come from folders and files of users."""
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> fedloom.Run:
+    """A run whose clients have odd names."""
+    rng = np.random.default_rng(0)
+    client = np.repeat(NAMES, 12)
+    data = from_arrays(rng.standard_normal((len(client), 3)), np.arange(len(client)) % 2, client=client)
+    options = {"partition": "group:client", "clients": len(NAMES), "rounds": 1, "local_steps": 2, "dtype": "float64"}
+    out = tmp_path_factory.mktemp("odd") / "run"
+    return fedloom.run("fedper", dataset=data, out=out, model="mlp:hidden=4", progress="quiet", **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_client_is_exported_and_loaded(odd: fedloom.Run, tmp_path: Path, name: str) -> None:
+    path = odd.export(name, tmp_path / "out")
+    assert path.parent == tmp_path / "out"
+    assert sorted(file.name for file in path.parent.iterdir()) == sorted([path.with_suffix(".py").name, path.name])
+    loaded = runpy.run_path(str(path.with_suffix(".py")))["model"]
+    assert isinstance(loaded, nn.Module)
+    assert not loaded.training
+    x = torch.ones(4, 3, dtype=torch.float64)
+    assert torch.equal(loaded(x), odd.model(name)(x))
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"client": name, "method": "FedPer", "model": "mlp:hidden=4", "format": "pt"}
+
+
+def test_clients_have_files_of_their_own(odd: fedloom.Run, tmp_path: Path) -> None:
+    paths = [odd.export(client, tmp_path) for client in odd.clients]
+    assert len({path.name.lower() for path in paths}) == len(NAMES)
+    models = [runpy.run_path(str(path.with_suffix(".py")))["model"] for path in paths]
+    x = torch.ones(1, 3, dtype=torch.float64)
+    assert len({float(model(x)[0, 0].detach()) for model in models}) == len(NAMES)
+
+
+def test_a_second_export_goes_over_the_first(odd: fedloom.Run, tmp_path: Path) -> None:
+    path = odd.export("plain", tmp_path)
+    path.write_bytes(b"an older one")
+    assert odd.export("plain", tmp_path) == path
+    assert safetensors.torch.load_file(path).keys() == dict(odd.model("plain").named_parameters()).keys()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_running_statistics_are_exported_too(tmp_path: Path) -> None:
+    model = Model(parse("nets:Normed", (1, 6, 6), 3))
+    buffers = model.fresh_buffers()
+    buffers["norm.running_mean"] += 2
+    deployed = {"params": model.init(1), "buffers": buffers}
+    path = export(tmp_path, "0", deployed, model.spec, "FedAvg")
+    loaded = runpy.run_path(str(path.with_suffix(".py")))["model"]
+    x = torch.ones(2, 1, 6, 6)
+    assert torch.equal(loaded.norm.running_mean, torch.full((2,), 2.0))
+    assert torch.equal(loaded(x), model.module(deployed["params"], buffers)(x))
+
+
+def test_a_client_that_is_not_there(odd: fedloom.Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Unknown client 'plane'; did you mean 'plain'"):
+        odd.export("plane", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written(odd: fedloom.Run, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="make it writable or give another --out"):
+        odd.export("plain", tmp_path / place)

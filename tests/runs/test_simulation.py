@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation built from options: who is asked, what is written down, and which checkpoints it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom import algorithms
+from fedloom.api import parse_options
+from fedloom.core.contract import Cohort
+from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.core.trees import flatten, num_bytes
+from fedloom.data.arrays import Arrays
+from fedloom.data.own import from_arrays
+from fedloom.runs.options import RunOptions
+from fedloom.runs.simulation import Simulation, device_of, flat_config, resolve, split, task_of
+
+TOP2 = Task("top two", CLASSIFICATION.loss, lambda outputs, y: (outputs.topk(2).indices == y[:, None]).any(-1), "top2")
+NO_TASK = 7
+
+SMALL = {"clients": 5, "rounds": 3, "local_steps": 2, "model": "mlp:hidden=4", "batch_size": 8}
+
+
+def data(samples: int = 150, **fields: Any) -> Arrays:
+    rng = np.random.default_rng(0)
+    y = np.arange(samples) % 3
+    return from_arrays((rng.standard_normal((samples, 6)) + y[:, None]).astype(np.float32), y, **fields)
+
+
+TARGETS = from_arrays(np.ones((20, 2), dtype=np.float32), np.arange(20.0))
+
+
+def simulation(method: str = "fedavg", arrays: Arrays | None = None, **options: Any) -> Simulation:
+    return Simulation(method, *parse_options(method, {**SMALL, **options}), arrays or data())
+
+
+def cohorts(built: Simulation, rounds: int = 4) -> list[Cohort]:
+    """The cohorts of some rounds, without training."""
+    seen = []
+
+    def noted(setup: Any, state: Any, cohort: Cohort, ask: Any) -> tuple[Any, dict[str, float]]:
+        seen.append(cohort)
+        return state, {}
+
+    built.algorithm = Altered(built.algorithm, noted)
+    for _ in range(rounds):
+        built.train_round()
+    return seen
+
+
+class Altered:
+    """A method with another ``round``."""
+
+    def __init__(self, algorithm: Any, round: Any) -> None:
+        self._algorithm, self.round = algorithm, round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+
+# Cohorts
+
+
+def test_cohorts_are_the_same_for_all_methods_with_one_seed() -> None:
+    drawn = {method: cohorts(simulation(method, cohort=2)) for method in algorithms.names()}
+    first = drawn.pop("fedavg")
+    assert [cohort.round for cohort in first] == [1, 2, 3, 4]
+    assert len({cohort.clients for cohort in first}) > 1
+    assert drawn
+    assert all(other == first for other in drawn.values())
+
+
+def test_cohorts_depend_on_the_seed() -> None:
+    assert cohorts(simulation(cohort=2, seed=0), 8) != cohorts(simulation(cohort=2, seed=1), 8)
+
+
+def test_a_cohort_has_different_clients_in_the_order_of_the_roster() -> None:
+    for cohort in cohorts(simulation(cohort=3), 20):
+        assert list(cohort.clients) == sorted(set(cohort.clients))
+        assert len(cohort.clients) == 3
+
+
+def test_unseen_clients_are_never_in_a_cohort() -> None:
+    built = simulation(unseen=3, cohort=5)
+    assert built.federation.unseen == ("5", "6", "7")
+    assert cohorts(built, 1)[0].clients == ("0", "1", "2", "3", "4")
+
+
+@pytest.mark.parametrize(("method", "clients", "cohort"), [("fedavg", 9, 5), ("fedavg", 3, 3), ("pfedhn", 9, 1)])
+def test_without_a_cohort_it_is_the_paper_s_or_everybody(method: str, clients: int, cohort: int) -> None:
+    assert simulation(method, clients=clients).options.cohort == cohort
+
+
+# Options
+
+
+@pytest.mark.parametrize(("rounds", "given", "wanted"), [(100, 0, 5), (400, 0, 20), (19, 0, 1), (0, 0, 1), (100, 7, 7)])
+def test_twenty_evaluations_in_a_run_or_as_asked(rounds: int, given: int, wanted: int) -> None:
+    assert simulation(rounds=rounds, eval_every=given).eval_every == wanted
+
+
+def test_what_was_left_to_choose_is_in_the_config() -> None:
+    built = simulation()
+    config = flat_config("fedavg", built.options, built.config)
+    assert (config["method"], config["cohort"], config["engine"]) == ("fedavg", 5, "vectorised")
+    assert config["device"] in ("cpu", "cuda", "cuda:0")
+    again = Simulation("fedavg", *parse_options("fedavg", {k: v for k, v in config.items() if k != "method"}), data())
+    assert flat_config("fedavg", again.options, again.config) == config
+
+
+@pytest.mark.parametrize(
+    ("shape", "network"), [((1, 8, 8), "lenet"), ((3, 9), "mlp"), ((4,), "mlp")], ids=["images", "windows", "features"]
+)
+def test_the_network_follows_the_data(shape: tuple[int, ...], network: str) -> None:
+    arrays = from_arrays(np.zeros((30, *shape), dtype=np.float32), np.arange(30) % 2)
+    built = simulation(arrays=arrays, model="auto", clients=2)
+    assert {str(model.spec) for model in built.setup.models.values()} == {network}
+
+
+def test_several_networks_go_round() -> None:
+    built = simulation("local", model="mlp:hidden=4,mlp:hidden=5")
+    widths = [built.setup.models[client].shapes for client in built.setup.clients]
+    assert widths[0] == widths[2] != widths[1] == widths[3]
+
+
+def test_the_split_follows_the_options() -> None:
+    options, _ = parse_options("fedavg", {**SMALL, "unseen": 2, "val_share": 0.2, "test_share": 0.3})
+    parts = split(options, data())
+    assert len(parts.clients) == 7
+    held = [sum(len(getattr(client, name)) for client in parts.clients) for name in ("train", "val", "test")]
+    assert held == [75, 30, 45]
+
+
+def test_a_published_split_and_natural_groups_are_used() -> None:
+    client = np.repeat(["a", "b", "c"], 50)
+    part = np.tile(["train", "train", "train", "val", "test"], 30)
+    built = simulation(arrays=data(client=client, split=part), clients=3, partition="group:client")
+    assert built.setup.clients == ("a", "b", "c")
+    for one in built.federation.roster.values():
+        assert {str(part[row]) for row in one.of("test")} == {"test"}
+        assert {str(client[row]) for row in one.of("all")} == {one.id}
+
+
+def test_declared_needs_are_checked_before_round_one() -> None:
+    with pytest.raises(NeedsError, match="FedAvg needs one architecture for all clients; got 2"):
+        simulation(model="mlp:hidden=4,mlp:hidden=5")
+
+
+# Tasks and devices
+
+
+def test_the_task_follows_the_labels() -> None:
+    assert task_of("auto", data()) is CLASSIFICATION
+    assert task_of("auto", TARGETS) is REGRESSION
+    assert task_of("classification", data()) is CLASSIFICATION
+    assert task_of("regression", TARGETS) is REGRESSION
+
+
+def test_a_task_by_import_path() -> None:
+    path = f"{__name__}:TOP2"
+    assert task_of(path, data()) is TOP2
+    built = simulation(task=path)
+    built.train_round()
+    assert "deployed/participants/test/top2" in built.metrics()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("clasification", "Unknown task 'clasification'; did you mean 'classification'?"),
+        (f"{__name__}:NO_TASK", "is a int; expected a fedloom.core.task.Task object."),
+        (f"{__name__}:NOTHING", "has no 'NOTHING'. Check the name after the colon."),
+        ("nowhere:TASK", "cannot import 'nowhere'"),
+        ("regression", "--task regression needs real-valued targets; arrays has class labels."),
+    ],
+)
+def test_what_is_no_task(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        task_of(name, data())
+    assert sentence in str(caught.value)
+
+
+def test_classes_need_class_labels() -> None:
+    with pytest.raises(ConfigError, match="needs class labels; arrays has real-valued targets"):
+        task_of("classification", TARGETS)
+
+
+def test_a_device_by_name() -> None:
+    assert device_of("cpu") == torch.device("cpu")
+    assert device_of("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta", "", "xla"])
+def test_a_device_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        device_of(name)
+    here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
+    assert str(caught.value) == f"--device {name} is not available; this machine has {here}. Leave it out for auto."
+
+
+# Records
+
+
+def test_a_record_has_bytes_and_seconds() -> None:
+    built = simulation(cohort=4)
+    params = num_bytes(built.state.params)
+    record = built.train_round()
+    assert (record["round"], record["clients"], record["dropped"]) == (1, 4, [])
+    assert record["bytes"] == {"down": 4 * params, "up": 4 * (params + 8)}  # the number of samples and the loss
+    seconds = record["seconds"]
+    assert set(seconds) == {"round", "generate", "local_training", "server_step"}
+    assert all(value >= 0 for value in seconds.values())
+    parts = seconds["generate"] + seconds["local_training"] + seconds["server_step"]
+    assert parts == pytest.approx(seconds["round"], abs=0.01)
+    assert record["diagnostics"]["local_loss"] > 0
+
+
+def test_evaluation_changes_neither_state_nor_the_next_round() -> None:
+    quiet, curious = simulation("scaffold", cohort=2), simulation("scaffold", cohort=2)
+    for _ in range(2):
+        quiet.train_round()
+        curious.train_round()
+        curious.metrics()
+        curious.evaluate("all")
+    one, other = (flatten(built.state._asdict()) for built in (quiet, curious))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_clients_evaluated_are_the_same_each_time() -> None:
+    built = simulation(eval_clients=2, clients=6)
+    asked: list[tuple[str, ...]] = []
+    evaluate = built.evaluate
+    built.evaluate = lambda part, clients: asked.append(tuple(clients)) or evaluate(part, clients)  # type: ignore
+    built.metrics()
+    built.train_round()
+    built.metrics()
+    assert len(set(asked)) == 1
+    assert len(asked) == 4
+    assert len(asked[0]) == 2
+
+
+def test_clients_without_samples_are_left_out_of_an_evaluation() -> None:
+    built = simulation(val_share=0)
+    assert built.evaluate("val") == {}
+    assert not [name for name in built.metrics() if "/val/" in name]
+
+
+def test_the_size_of_a_checkpoint_counts_what_clients_keep() -> None:
+    built = simulation("local", clients=5)
+    model = built.setup.models["0"]
+    assert built.checkpoint_bytes() == 5 * num_bytes(model.init(0))
+    assert simulation("fedavg").checkpoint_bytes() == num_bytes(simulation("fedavg").state.params)
+
+
+# Checkpoints
+
+
+def test_going_back_undoes_what_came_after() -> None:
+    built = simulation("scaffold", cohort=2)
+    built.train_round()
+    mark = built.mark()
+    before = {name: leaf.clone() for name, leaf in flatten({"state": mark.state._asdict(), **mark.memory}).items()}
+    next_record = built.train_round()
+    built.metrics()
+    built.go_back(mark)
+    after = flatten({"state": built.state._asdict(), **built.engine.memory})
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert built.round == 1
+    again = built.train_round()
+    assert {**again, "seconds": 0} == {**next_record, "seconds": 0}
+
+
+def test_a_checkpoint_brings_the_simulation_back() -> None:
+    one, other = simulation("scaffold"), simulation("scaffold")
+    one.train_round()
+    other.restore(1, *one.trees())
+    assert other.round == 1
+    assert other.metrics() == one.metrics()
+    assert {**one.train_round(), "seconds": 0} == {**other.train_round(), "seconds": 0}
+
+
+def refusal(built: Simulation, state: Any, memory: Any) -> str:
+    before = built.mark()
+    with pytest.raises(RunError) as caught:
+        built.restore(1, state, memory)
+    assert built.round == before.round
+    assert built.state is before.state
+    assert built.engine.memory == before.memory
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_network_is_refused() -> None:
+    assert refusal(simulation(), *simulation(model="mlp:hidden=9").trees()) == (
+        "The checkpoint does not fit fedavg on this federation: params/hidden.0.weight is (9, 6), expected (4, 6). "
+        "Use the config it was made with."
+    )
+
+
+def test_a_checkpoint_of_another_method_is_refused() -> None:
+    assert "does not fit scaffold on this federation: control/" in refusal(
+        simulation("scaffold"), *simulation("fedavg").trees()
+    )
+    told = refusal(simulation("fedavg"), *simulation("scaffold").trees())
+    assert "does not fit fedavg on this federation: buffers/ is missing, expected (0,)." in told
+
+
+def test_a_checkpoint_of_other_clients_is_refused() -> None:
+    built = simulation("local", clients=9, cohort=9)
+    built.train_round()
+    assert refusal(simulation("local"), *built.trees()) == (
+        "The checkpoint remembers client '5', which this federation does not have. "
+        "Use the config and data it was made with."
+    )
+
+
+def test_memory_of_another_network_is_refused() -> None:
+    built = simulation("local", model="mlp:hidden=9")
+    built.train_round()
+    assert refusal(simulation("local"), *built.trees()) == (
+        "The checkpoint does not fit local on this federation: params/hidden.0.weight is (9, 6), expected (4, 6). "
+        "Use the config it was made with."
+    )
+
+
+def test_what_training_adds_to_memory_is_no_misfit() -> None:
+    built = simulation("fedavg", keep_optimiser=True)
+    built.train_round()
+    fresh = simulation("fedavg", keep_optimiser=True)
+    assert "optimiser" in built.engine.memory["0"]
+    fresh.restore(1, *built.trees())
+    assert fresh.metrics() == built.metrics()
+
+
+# Newcomers
+
+
+def test_who_joins_is_not_in_the_simulation_itself() -> None:
+    built = simulation("pfedhn", admit_rounds=1)
+    x, y = torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)
+    joined = built.joined_by("new", built.setup.models["0"], x, y)
+    deployed = joined.deployed("new", joined.admit(["new"]))
+    assert deployed["params"]["hidden.0.weight"].shape == (4, 6)
+    assert "new" in joined.engine.memory
+    assert "new" not in built.engine.memory
+    assert "new" not in built.federation.roster
+    assert joined.setup.clients == built.setup.clients
+
+
+@pytest.mark.parametrize("method", ["local", "fedper"])
+def test_methods_without_a_model_for_newcomers_say_so(method: str) -> None:
+    built = simulation(method, unseen=1)
+    with pytest.raises(NeedsError, match="cannot serve clients that took no part in training"):
+        built.evaluate_unseen()
+
+
+def test_unseen_clients_without_samples_are_passed_over() -> None:
+    assert simulation("local", unseen=0).evaluate_unseen() == {}
+    assert simulation("local", unseen=2, test_share=0).evaluate_unseen() == {}
+
+
+def test_a_shift_of_nobody_changes_nothing() -> None:
+    arrays = from_arrays(np.random.default_rng(0).random((30, 1, 6, 6), dtype=np.float32), np.arange(30) % 2)
+    plain, shifted = (simulation(arrays=arrays, clients=2, unseen_shift=shift) for shift in (None, "blur"))
+    assert torch.equal(plain.federation.x, shifted.federation.x)
+
+
+def test_a_shift_leaves_the_given_arrays_alone() -> None:
+    x = np.random.default_rng(0).random((30, 1, 6, 6), dtype=np.float32)
+    arrays = from_arrays(x, np.arange(30) % 2)
+    before = arrays.x.copy()
+    built = simulation(arrays=arrays, clients=2, unseen=1, unseen_shift="brightness", unseen_shift_strength=0.5)
+    assert np.array_equal(arrays.x, before)
+    rows = built.federation.roster["2"].of("all")
+    low = before.min()
+    np.testing.assert_allclose(built.federation.x[torch.as_tensor(rows)], (before[rows] - low) / 2 + low, rtol=1e-5)
+
+
+def test_clients_that_the_data_name_stay_as_they_are() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((60, 4)).astype(np.float32), np.arange(60) % 3
+    arrays = from_arrays(x, y, client=np.array(list("abcdef") * 10))
+    options = resolve(RunOptions(dataset="own"), arrays)
+    assert (options.partition, options.clients) == ("group:client", 6)
+    assert resolve(RunOptions(dataset="own", unseen=2), arrays).clients == 4
+    assert {c.id for c in split(RunOptions(dataset="own", unseen=2), arrays).clients} == set("abcdef")
+    plain = from_arrays(x, y)
+    assert (resolve(RunOptions(), plain).partition, resolve(RunOptions(), plain).clients) == ("classes:2", 20)
+    real = from_arrays(x, y.astype(np.float32) / 7)
+    assert resolve(RunOptions(), real).partition == "iid"

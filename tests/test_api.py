@@ -1,0 +1,692 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call from Python, on their own data and networks too, and what they are told when something is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import fedloom
+from fedloom import api
+from fedloom.core.errors import ConfigError, DataError, FedloomError, NeedsError, RoundError, RunError
+from fedloom.core.trees import Tree, flatten, leaves
+from fedloom.data.arrays import Arrays
+from fedloom.data.own import from_arrays
+from fedloom.runs.directory import RunDirectory
+from nets import Normed
+
+TINY = {"clients": 4, "rounds": 2, "local_steps": 2, "model": "mlp:hidden=8", "progress": "quiet"}
+VAL = "deployed/participants/val/accuracy"
+
+
+def features(samples: int = 120, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Feature vectors whose classes differ in their mean."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(samples) % classes
+    return (rng.standard_normal((samples, 5)) + y[:, None]).astype(np.float32), y
+
+
+def bits(path: Path, which: Any = "last") -> dict[str, bytes]:
+    """Every tensor of a checkpoint."""
+    saved = RunDirectory.open(path).load(which)
+    tree: Tree = {"state": saved.state, "memory": saved.memory}
+    return {name: leaf.numpy().tobytes() for name, leaf in leaves(tree)}
+
+
+def numbers(run: fedloom.Run) -> list[dict[str, Any]]:
+    """The records without their times."""
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in run.records]
+
+
+def refused(kind: type[FedloomError], action: Callable[[], Any]) -> str:
+    """The sentence of an error of exactly that kind."""
+    with pytest.raises(FedloomError) as caught:
+        action()
+    assert type(caught.value) is kind
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+class Digits(NamedTuple):
+    """A run, and samples as its own are."""
+
+    run: fedloom.Run
+    x: Tensor
+    y: Tensor
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Digits]:
+    """Finished runs on digits with two unseen clients, one per method. Not to be changed."""
+    made: dict[str, Digits] = {}
+
+    def of(method: str) -> Digits:
+        if method not in made:
+            out = tmp_path_factory.mktemp("api") / method
+            own = {"admit_rounds": 2} if "hn" in method else {}
+            run = fedloom.run(method, dataset="digits", out=out, unseen=2, **TINY, **own)
+            federation = fedloom.load(out).simulation.federation
+            rows = torch.as_tensor(federation.roster["4"].of("train"))
+            made[method] = Digits(run, federation.x[rows], federation.y[rows])
+        return made[method]
+
+    return of
+
+
+# Runs by name, and what they know
+
+
+def test_a_run_by_names_knows_its_numbers(digits: Callable[[str], Digits]) -> None:
+    run = digits("fedavg").run
+    assert [record["round"] for record in run.records] == [1, 2]
+    assert run.clients == ("0", "1", "2", "3")
+    summary = run.summary
+    assert (summary["finished"], summary["rounds"], summary["metric"]) == (True, 2, "accuracy")
+    assert summary["last"]["round"] == 2
+    assert summary["best"]["round"] in (1, 2)
+    assert list(summary["clients"]) == list(run.clients)
+    assert summary["bytes"] == {way: sum(r["bytes"][way] for r in run.records) for way in ("down", "up")}
+    assert repr(run) == f"Run({str(run.path)!r})"
+    assert run.config["method"] == "fedavg"
+
+
+def test_a_model_predicts_as_the_run_does(digits: Callable[[str], Digits]) -> None:
+    run, x, _ = digits("pfedhn")
+    model = run.model(1)
+    assert isinstance(model, nn.Module)
+    assert not model.training
+    outputs = run.predict("1", x)
+    assert outputs.shape == (len(x), 10)
+    torch.testing.assert_close(model(x).detach(), outputs)
+    assert not torch.allclose(run.predict("0", x), outputs)
+    assert torch.equal(run.predict("1", x.numpy()), outputs)
+
+
+def test_parameters_are_those_of_the_model(digits: Callable[[str], Digits]) -> None:
+    run = digits("fedper").run
+    tree = run.parameters("2")
+    assert set(tree) == {"params", "buffers"}
+    own = dict(run.model("2").named_parameters())
+    assert own.keys() == tree["params"].keys()
+    assert all(torch.equal(own[name].detach(), value.detach()) for name, value in tree["params"].items())
+
+
+def test_scores_of_the_last_checkpoint_are_those_of_the_summary(digits: Callable[[str], Digits]) -> None:
+    run = digits("fedper").run
+    last = fedloom.load(run.path, which="last")
+    assert {client: score._asdict() for client, score in last.evaluate().items()} == run.summary["clients"]
+    splits = {
+        split: sum(score.samples for score in last.evaluate(split).values()) for split in ("train", "val", "test")
+    }
+    assert sum(splits.values()) == sum(score.samples for score in last.evaluate("all").values())
+    assert min(splits.values()) > 0
+
+
+def test_the_score_is_what_the_model_gets_right(digits: Callable[[str], Digits]) -> None:
+    run = fedloom.load(digits("pfedhn").run.path, which="last")
+    federation = run.simulation.federation
+    rows = torch.as_tensor(federation.roster["3"].of("test"))
+    hits = run.model("3")(federation.x[rows]).argmax(-1) == federation.y[rows]
+    assert run.evaluate("test")["3"].metric == pytest.approx(float(hits.double().mean()), abs=1e-6)
+
+
+def test_load_takes_best_last_or_a_round(tmp_path: Path) -> None:
+    options = {**TINY, "rounds": 4, "local_lr": 0.05, "local_steps": 10}
+    run = fedloom.run("fedavg", out=tmp_path / "run", eval_every=1, keep=9, **options)
+    values = [record["metrics"][VAL] for record in run.records]
+    best = 1 + int(np.argmax(values))
+    assert run.summary["best"]["round"] == best
+    assert run.simulation.round == best
+    assert fedloom.load(run.path).simulation.round == best
+    assert fedloom.load(run.path, which="last").simulation.round == 4
+    for round in (1, 2, 3, 4):
+        loaded = fedloom.load(str(run.path), which=round)
+        assert loaded.simulation.round == round
+        assert loaded.simulation.metrics() == run.records[round - 1]["metrics"]
+    assert "has no checkpoint of round 7; choose from: 1, 2, 3, 4." in refused(
+        RunError, lambda: fedloom.load(run.path, which=7).clients
+    )
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", eval_every=1, keep=1, **{**TINY, "rounds": 5, "local_lr": 0.0})
+    assert run.summary["best"]["round"] == 1  # nothing is learned, and the later of two equals is kept out
+    assert run.directory.checkpoints() == [1, 5]
+
+
+def test_a_run_without_validation_data_has_no_best(tmp_path: Path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", val_share=0, **TINY)
+    assert run.summary["best"] is None
+    assert run.simulation.round == 2
+    assert not [name for name in run.records[-1]["metrics"] if "/val/" in name]
+
+
+def test_no_rounds_at_all(tmp_path: Path) -> None:
+    run = fedloom.run("pfedhn", out=tmp_path / "run", **{**TINY, "rounds": 0})
+    assert run.records == []
+    assert (run.summary["finished"], run.summary["rounds"], run.summary["best"]) == (True, 0, None)
+    assert run.summary["last"]["round"] == 0
+    assert run.simulation.round == 0
+    assert isinstance(run.model("0"), nn.Module)
+    straight = fedloom.run("pfedhn", out=tmp_path / "straight", **{**TINY, "rounds": 1})
+    fedloom.resume(run.path, rounds=1, progress="quiet")
+    assert bits(run.path) == bits(straight.path)
+
+
+def test_evaluation_of_some_clients(tmp_path: Path) -> None:
+    run = fedloom.run("local", out=tmp_path / "some", eval_clients=2, **TINY)
+    everybody = fedloom.run("local", out=tmp_path / "all", eval_clients=9, **TINY)
+    assert len(run.summary["clients"]) == len(everybody.summary["clients"]) == 4
+    name = "deployed/participants/test/accuracy"
+    scores = [score["metric"] for score in everybody.summary["clients"].values()]
+    assert everybody.summary["last"][name] == pytest.approx(np.mean(scores))
+    pairs = {round(float(np.mean([a, b])), 9) for i, a in enumerate(scores) for b in scores[:i]}
+    assert round(run.summary["last"][name], 9) in pairs
+
+
+def test_a_run_goes_into_a_new_folder_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [fedloom.run("fedavg", **{**TINY, "rounds": 0}).path for _ in range(2)]
+    assert paths == [Path("runs/fedavg-digits-seed0"), Path("runs/fedavg-digits-seed0-2")]
+
+
+# Same bits
+
+
+def test_the_seed_is_all_that_makes_a_difference(tmp_path: Path) -> None:
+    one, same, other = (
+        fedloom.run("pfedhn_pc", out=tmp_path / str(i), seed=seed, unseen=1, admit_rounds=2, **TINY)
+        for i, seed in enumerate((3, 3, 4))
+    )
+    assert bits(one.path) == bits(same.path)
+    assert numbers(one) == numbers(same)
+    assert one.summary["unseen"] == same.summary["unseen"]
+    assert bits(one.path) != bits(other.path)
+
+
+def test_the_config_file_repeats_the_run(tmp_path: Path) -> None:
+    options = {"partition": "dirichlet:0.5", "unseen": 0.25, "seed": 5, "dtype": "float64", "weight_decay": 1e-5}
+    run = fedloom.run("scaffold", out=tmp_path / "run", **TINY, **options)
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    assert config == run.config
+    again = fedloom.run(**config, out=tmp_path / "again", progress="quiet")
+    assert (again.path / "config.yaml").read_bytes() == (run.path / "config.yaml").read_bytes()
+    assert bits(again.path) == bits(run.path)
+    assert numbers(again) == numbers(run)
+
+
+def test_another_type_of_numbers(tmp_path: Path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", dtype="float64", **TINY)
+    floats = {leaf.dtype for _, leaf in leaves(run.directory.load().state)}
+    assert floats == {torch.float64}
+    model = run.model("0")
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert run.predict("0", np.zeros((2, 1, 8, 8), dtype=np.float32)).dtype == torch.float64
+
+
+# Data and networks of the user's own
+
+
+class Pairs(Dataset):
+    """A map-style Dataset."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.as_tensor(self.x[index]), int(self.y[index])
+
+
+KINDS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "arrays": lambda x, y: (x, y),
+    "lists": lambda x, y: (x.tolist(), y.tolist()),
+    "tensors": lambda x, y: (torch.as_tensor(x).requires_grad_(), torch.as_tensor(y)),
+    "checked arrays": lambda x, y: from_arrays(x, y),
+    "a Dataset": Pairs,
+    "a TensorDataset": lambda x, y: TensorDataset(torch.as_tensor(x), torch.as_tensor(y)),
+}
+
+
+@pytest.fixture(scope="module")
+def of_arrays(tmp_path_factory: pytest.TempPathFactory) -> fedloom.Run:
+    return fedloom.run("fedavg", dataset=features(), out=tmp_path_factory.mktemp("own") / "run", **TINY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_of_the_user_s_own(of_arrays: fedloom.Run, tmp_path: Path, kind: str) -> None:
+    run = fedloom.run("fedavg", dataset=KINDS[kind](*features()), out=tmp_path / "run", **TINY)
+    assert bits(run.path) == bits(of_arrays.path)
+    assert run.model("0")(torch.zeros(2, 5)).shape == (2, 3)  # without giving the data again
+    assert run.evaluate("val")
+
+
+def test_data_of_the_user_s_own_are_given_again_for_what_is_loaded(of_arrays: fedloom.Run) -> None:
+    path = of_arrays.path
+    why = f"{path} was run on data given from Python; give them again: dataset=(x, y)."
+    assert refused(RunError, lambda: fedloom.load(path).clients) == why
+    assert refused(RunError, lambda: fedloom.resume(path, progress="quiet")) == why
+    loaded = fedloom.load(path, dataset=features())
+    assert loaded.evaluate() == of_arrays.evaluate()
+
+
+def test_a_resumed_run_on_data_from_python(of_arrays: fedloom.Run, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(of_arrays.path, tmp_path / "run"))
+    further = fedloom.resume(path, dataset=features(), rounds=3, progress="quiet")
+    assert [record["round"] for record in further.records] == [1, 2, 3]
+    assert further.evaluate()
+
+
+def test_a_file_as_a_path(of_arrays: fedloom.Run, tmp_path: Path) -> None:
+    x, y = features()
+    np.savez(tmp_path / "own.npz", x=x, y=y)
+    run = fedloom.run("fedavg", dataset=tmp_path / "own.npz", out=tmp_path / "run", **TINY)
+    assert bits(run.path) == bits(of_arrays.path)
+    assert fedloom.load(run.path).clients == of_arrays.clients
+
+
+def test_time_windows(tmp_path: Path) -> None:
+    x, y = features()
+    windows = np.stack([x, -x], axis=1)  # (samples, channels, length)
+    run = fedloom.run("fedavg", dataset=(windows, y), out=tmp_path / "run", **{**TINY, "model": "auto"})
+    assert run.predict("0", windows[:4]).shape == (4, 3)
+
+
+def test_a_network_given_as_a_class(tmp_path: Path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", **{**TINY, "model": Normed})
+    assert run.config["model"] == "nets:Normed"
+    assert isinstance(run.model("0"), Normed)
+    assert isinstance(fedloom.load(run.path).model("0"), Normed)
+    assert int(run.model("0").norm.num_batches_tracked) == 4
+
+
+@pytest.mark.parametrize("model", ["lambda", "instance", "local class", "none"])
+def test_other_things_than_a_class_are_refused(tmp_path: Path, model: str) -> None:
+    class Local(nn.Module):
+        pass
+
+    given = {"lambda": lambda: nn.Linear(2, 2), "instance": nn.Linear(2, 2), "local class": Local, "none": None}
+    told = refused(ConfigError, lambda: fedloom.run("fedavg", out=tmp_path / "run", **{**TINY, "model": given[model]}))
+    assert "expected a network's name, an import path, or an nn.Module class" in told
+    assert not (tmp_path / "run").exists()
+
+
+def regression(targets: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    x, _ = features()
+    y = x[:, :targets] * 2 + 1
+    return x, y[:, 0] if targets == 1 else y
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_regression(tmp_path: Path, targets: int) -> None:
+    options = {**TINY, "rounds": 6, "local_lr": 0.05, "local_steps": 10, "partition": "iid"}
+    run = fedloom.run("fedavg", dataset=regression(targets), out=tmp_path / "run", eval_every=1, keep=9, **options)
+    name = "deployed/participants/val/absolute_error"
+    values = [record["metrics"][name] for record in run.records]
+    assert values[-1] < values[0]
+    assert run.summary["metric"] == "absolute_error"
+    assert run.summary["best"]["round"] == 1 + int(np.argmin(values))
+    assert run.simulation.setup.task.name == "regression"
+    last = run.records[-1]["metrics"]
+    assert last[f"{name}_worst10"] >= last[name] >= last[f"{name}_best10"]
+    assert run.predict("0", regression()[0][:7]).shape == (7, targets)
+
+
+def test_the_best_of_a_regression_is_the_least_error(tmp_path: Path) -> None:
+    # steps so long that the error grows
+    options = {**TINY, "rounds": 4, "local_lr": 0.3, "momentum": 0.99, "partition": "iid"}
+    run = fedloom.run("fedavg", dataset=regression(), out=tmp_path / "run", eval_every=1, **options)
+    values = [record["metrics"]["deployed/participants/val/absolute_error"] for record in run.records]
+    assert np.argmin(values) != np.argmax(values)
+    assert run.summary["best"]["round"] == 1 + int(np.argmin(values))
+
+
+# Newcomers
+
+
+@pytest.mark.parametrize(("method", "labelled"), [("fedavg", False), ("scaffold", False), ("pfedhn", True)])
+def test_a_newcomer_is_admitted(digits: Callable[[str], Digits], method: str, labelled: bool) -> None:
+    run, x, y = digits(method)
+    before = {name: leaf.clone() for name, leaf in flatten(run.simulation.state._asdict()).items()}
+    admission = run.admit(x, y) if labelled else run.admit(x)
+    assert isinstance(admission.model, nn.Module)
+    assert not admission.model.training
+    torch.testing.assert_close(admission.predict(x), admission.model(x).detach())
+    assert admission.predict(x[:3]).shape == (3, 10)
+    after = flatten(run.simulation.state._asdict())
+    assert all(torch.equal(before[name], leaf) for name, leaf in after.items())
+    assert admission.client not in run.simulation.federation.roster
+    assert admission.client not in run.simulation.engine.memory
+    assert bits(run.path, run.simulation.round)  # and what is on disk is whole
+
+
+def test_admitting_gives_the_same_again(digits: Callable[[str], Digits]) -> None:
+    run, x, y = digits("pfedhn")
+    one, other = run.admit(x, y), run.admit(x.numpy(), y.numpy())
+    assert torch.equal(one.predict(x), other.predict(x))
+    assert not torch.equal(one.predict(x), run.predict("0", x))
+
+
+def test_fedavg_s_newcomer_gets_the_global_model(digits: Callable[[str], Digits]) -> None:
+    run, x, _ = digits("fedavg")
+    assert torch.equal(run.admit(x).predict(x), run.predict("0", x))
+
+
+def test_a_newcomer_settles_its_running_statistics(tmp_path: Path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", **{**TINY, "model": Normed})
+    x = run.simulation.federation.x[:50]
+    before = {client: dict(memory["buffers"]) for client, memory in run.simulation.engine.memory.items()}
+    near, far = run.admit(x).model, run.admit(x + 5).model
+    assert not torch.allclose(near.norm.running_mean, far.norm.running_mean)
+    after = run.simulation.engine.memory
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[c][n], after[c]["buffers"][n]) for c in before for n in before[c])
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("fedper", "FedPer"), ("local", "Local")], ids=["no head", "no model at all"]
+)
+def test_methods_that_cannot_admit_say_so(digits: Callable[[str], Digits], method: str, name: str) -> None:
+    run, x, y = digits(method)
+    told = refused(NeedsError, lambda: run.admit(x, y))
+    assert told.startswith(f"{name} cannot serve clients that took no part in training")
+    assert run.summary["unseen"] == {"reason": told}
+
+
+def test_a_method_that_trains_on_labels_asks_for_them(digits: Callable[[str], Digits]) -> None:
+    run, x, _ = digits("pfedhn")
+    assert refused(NeedsError, lambda: run.admit(x)) == (
+        "pFedHN admits a newcomer by training on its labelled samples; got none. "
+        "Call admit(x, y), or choose a method that needs no labels."
+    )
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
+    "another shape": (lambda x, y: (x[:, :, :4], y), "expected (samples, 1, 8, 8), as in this federation."),
+    "one sample without its axis": (lambda x, y: (x[0], y[:1]), "Got samples of shape (1, 8, 8)"),
+    "a number": (lambda x, y: (1.0, y), "Got samples of shape ()"),
+    "no samples": (lambda x, y: (x[:0], y[:0]), "admit got no samples; give the newcomer at least one."),
+    "text": (lambda x, y: (["a", "b"], y), "The samples cannot be made a tensor: got a list; expected an array"),
+    "rows of several lengths": (lambda x, y: ([[1.0], [1.0, 2.0]], y), "The samples cannot be made a tensor"),
+    "NaN": (lambda x, y: (x / 0 * 0, y), "Got samples with NaN or infinite values; remove or replace them."),
+    "fewer labels": (lambda x, y: (x, y[:-1]), "Got labels of shape"),
+    "labels with another axis": (lambda x, y: (x, y[:, None]), "Got labels of shape"),
+    "a class too many": (lambda x, y: (x, y * 0 + 10), "expected whole numbers from 0 to 9, as in this federation."),
+    "a negative class": (lambda x, y: (x, y * 0 - 1), "Got labels from -1 to -1; expected whole numbers from 0 to 9"),
+    "half a class": (lambda x, y: (x, y * 0 + 0.5), "Got labels from 0.5 to 0.5; expected whole numbers"),
+    "NaN for a class": (lambda x, y: (x, y / 0), "Got labels with NaN or infinite values"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_newcomer_with_data_that_do_not_fit(digits: Callable[[str], Digits], wrong: str) -> None:
+    run, x, y = digits("pfedhn")
+    spoil, sentence = WRONG[wrong]
+    assert sentence in refused(DataError, lambda: run.admit(*spoil(x, y)))
+
+
+def test_predictions_for_data_that_do_not_fit(digits: Callable[[str], Digits]) -> None:
+    run, x, _ = digits("fedavg")
+    for predict in (lambda data: run.predict("0", data), run.admit(x).predict):
+        assert "Got samples of shape (2, 64); expected (samples, 1, 8, 8)" in refused(
+            DataError, lambda predict=predict: predict(np.zeros((2, 64)))
+        )
+
+
+def test_a_client_may_be_called_newcomer(tmp_path: Path) -> None:
+    x, y = features(40)
+    data = from_arrays(x, y, client=np.where(np.arange(40) % 2, "newcomer", "b"))
+    run = fedloom.run("fedavg", dataset=data, out=tmp_path / "run", partition="group:client", **{**TINY, "clients": 2})
+    assert run.clients == ("b", "newcomer")
+    assert run.admit(x).client not in run.clients
+
+
+# Unseen clients
+
+
+def test_unseen_clients_are_in_the_summary(digits: Callable[[str], Digits]) -> None:
+    run = digits("pfedhn").run
+    found = run.summary["unseen"]
+    assert 0 <= found["deployed/unseen/test/accuracy"] <= 1
+    assert fedloom.load(run.path, which="last").evaluate_unseen() == found
+    assert set(run.summary["clients"]) == {"0", "1", "2", "3"}
+
+
+def test_a_run_without_unseen_clients_says_nothing_of_them(of_arrays: fedloom.Run) -> None:
+    assert "unseen" not in of_arrays.summary
+    assert of_arrays.evaluate_unseen() == {}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn", "local"])
+def test_an_unseen_client_has_no_model_in_the_run(digits: Callable[[str], Digits], method: str, tmp_path: Path) -> None:
+    run, x, _ = digits(method)
+    actions: list[Callable[[], Any]] = [
+        lambda: run.model("4"),
+        lambda: run.parameters(5),
+        lambda: run.predict("4", x),
+        lambda: run.export("4", tmp_path),
+    ]
+    for action in actions:
+        assert "took no part in training" in refused(NeedsError, action)
+
+
+def test_training_is_not_lost_when_no_unseen_client_can_be_admitted(tmp_path: Path) -> None:
+    run = fedloom.run("pfedhn", out=tmp_path / "run", unseen=2, admit_rounds=9, admit_lr=1e30, **TINY)
+    assert run.summary["finished"]
+    assert run.summary["unseen"]["reason"].startswith("No client of 2 gave a usable reply to ")
+
+
+def test_a_shift_changes_the_data_of_unseen_clients_only(tmp_path: Path) -> None:
+    plain, shifted = (
+        fedloom.run("fedavg", out=tmp_path / str(shift), unseen=2, unseen_shift=shift, **TINY)
+        for shift in (None, "rotation")
+    )
+    assert bits(plain.path) == bits(shifted.path)
+    assert numbers(plain) == numbers(shifted)
+    one, other = plain.simulation.federation, shifted.simulation.federation
+    for client, rows in ((c.id, torch.as_tensor(c.of("all"))) for c in one.roster.values()):
+        same = torch.equal(one.x[rows], other.x[rows])
+        assert same == (client in plain.clients)
+    assert torch.equal(one.y, other.y)
+    assert plain.summary["unseen"] != shifted.summary["unseen"]
+
+
+# Refusals
+
+
+def nan_data() -> tuple[np.ndarray, np.ndarray]:
+    x, y = features()
+    x[3, 1] = np.nan
+    return x, y
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], type[FedloomError], str]] = {
+    "method": ({"method": "fedavgg"}, ConfigError, "Unknown method 'fedavgg'; did you mean 'fedavg'"),
+    "method of another type": ({"method": 5}, ConfigError, "Unknown method"),
+    "option": ({"clints": 4}, ConfigError, "Unknown option of fedavg 'clints'; did you mean 'clients'"),
+    "option of another method": ({"embed_dim": 4}, ConfigError, "Unknown option of fedavg 'embed_dim'"),
+    "dataset": ({"dataset": "digit"}, ConfigError, "Unknown dataset 'digit'; did you mean 'digits'"),
+    "dataset python": ({"dataset": "python"}, ConfigError, "Unknown dataset 'python'"),
+    "no dataset": ({"dataset": None}, DataError, "NoneType has no length"),
+    "no pair": ({"dataset": (1, 2, 3)}, DataError, "has items that are not pairs; expected (x, y)"),
+    "numbers": ({"dataset": (1, 2)}, DataError, "has labels of type int64 and shape ()"),
+    "missing file": ({"dataset": Path("none.npz")}, DataError, "There is no file none.npz"),
+    "unequal lengths": ({"dataset": (features()[0], np.zeros(3, int))}, DataError, "120 samples in x but y has shape"),
+    "NaN": ({"dataset": nan_data()}, DataError, "has NaN or infinite values in x"),
+    "NaN targets": ({"dataset": (features()[0], np.full(120, np.nan))}, DataError, "has NaN or infinite values in y"),
+    "labels out of range": ({"dataset": (features()[0], features()[1] * 2)}, DataError, "expected all of 0 to 2"),
+    "negative labels": ({"dataset": (features()[0], features()[1] - 1)}, DataError, "labels from -1 to 1"),
+    "text labels": ({"dataset": (features()[0], ["a"] * 120)}, DataError, "labels of type <U1"),
+    "clients": ({"clients": "many"}, ConfigError, "--clients is 'many'; expected a whole number"),
+    "no clients": ({"clients": 0}, ConfigError, "--clients is 0; it must be at least 1"),
+    "half a client": ({"clients": 2.5}, ConfigError, "--clients is 2.5; expected a whole number"),
+    "true clients": ({"clients": True}, ConfigError, "--clients is True; expected a whole number"),
+    "no value": ({"rounds": None}, ConfigError, "--rounds is none; it needs a value"),
+    "more clients than samples": ({"dataset": features(), "clients": 121}, ConfigError, "more clients (121) than"),
+    "cohort": ({"cohort": 5}, ConfigError, "--cohort is 5, but there are 4 clients"),
+    "rounds": ({"rounds": -1}, ConfigError, "--rounds is -1; it must be at least 0"),
+    "unseen": ({"unseen": 1.5}, ConfigError, "Got unseen=1.5; give a whole number of clients"),
+    "partition": ({"partition": "clases:2"}, ConfigError, "Unknown partition scheme 'clases:2'"),
+    "group": ({"partition": "group:writer"}, ConfigError, "this dataset has no natural groups"),
+    "classes of a regression": (
+        {"dataset": regression(), "partition": "classes:2"},
+        ConfigError,
+        "splits by class, but the labels are real",
+    ),
+    "shift": ({"unseen": 1, "unseen_shift": "blurr"}, ConfigError, "Unknown shift 'blurr'; did you mean 'blur'"),
+    "shift of features": ({"dataset": features(), "unseen": 1, "unseen_shift": "blur"}, DataError, "needs images"),
+    "shares": ({"val_share": 0.6, "test_share": 0.6}, ConfigError, "together they must stay below 1"),
+    "model": ({"model": "lennet"}, ConfigError, "Unknown model 'lennet'; did you mean 'lenet'"),
+    "model of images": ({"dataset": features(), "model": "lenet"}, ConfigError, "lenet"),
+    "models": ({"model": "mlp,lenet"}, NeedsError, "FedAvg needs one architecture for all clients; got 2"),
+    "engine": ({"engine": "vectorized"}, ConfigError, "Unknown engine 'vectorized'; did you mean 'vectorised'"),
+    "device": ({"device": "cuda:77"}, ConfigError, "--device cuda:77 is not available; this machine has"),
+    "device that is none": ({"device": "gpu"}, ConfigError, "--device gpu is not available; this machine has"),
+    "device without memory": ({"device": "meta"}, ConfigError, "--device meta is not available; this machine has"),
+    "dtype": ({"dtype": "float16"}, ConfigError, "Unknown value for --dtype 'float16'"),
+    "torch's dtype": ({"dtype": torch.float64}, ConfigError, "did you mean 'float64'"),
+    "seed": ({"seed": -1}, ConfigError, "--seed is -1; it must be at least 0"),
+    "learning rate": ({"local_lr": float("nan")}, ConfigError, "--local-lr is nan"),
+    "task": ({"task": "clasification"}, ConfigError, "Unknown task 'clasification'; did you mean 'classification'"),
+    "task by path": ({"task": "nets:Nothing"}, ConfigError, "--task nets:Nothing: 'nets' has no 'Nothing'"),
+    "regression of classes": ({"task": "regression"}, ConfigError, "digits has class labels"),
+    "classes of targets": (
+        {"dataset": regression(), "task": "classification", "partition": "iid"},
+        ConfigError,
+        "has real-valued targets. Use regression.",
+    ),
+    "progress": ({"progress": "loud"}, ConfigError, "Unknown progress display 'loud'"),
+    "tracker": ({"tracker": "tensorbord"}, ConfigError, "Unknown tracker 'tensorbord'; did you mean 'tensorboard'"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSALS)
+def test_what_users_get_wrong_is_told_before_anything_is_written(tmp_path: Path, wrong: str) -> None:
+    given, kind, sentence = REFUSALS[wrong]
+    options = {"method": "fedavg", **TINY, **given}
+    assert sentence in refused(kind, lambda: fedloom.run(**options, out=tmp_path / "run"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_asked_of_a_run_by_a_wrong_name(digits: Callable[[str], Digits], tmp_path: Path) -> None:
+    run = digits("fedavg").run
+    assert "Unknown client '9'" in refused(ConfigError, lambda: run.model(9))
+    assert "Unknown split 'tst'; did you mean 'test'" in refused(ConfigError, lambda: run.evaluate("tst"))
+    assert "is not a run directory" in refused(RunError, lambda: fedloom.load(tmp_path))
+    assert "has no checkpoint of round first" in refused(
+        RunError,
+        lambda: fedloom.load(run.path, which="first").clients,  # type: ignore[arg-type]
+    )
+    with pytest.raises(AttributeError, match="module 'fedloom' has no attribute 'train'"):
+        _ = fedloom.train
+
+
+def test_a_config_file_without_its_method(digits: Callable[[str], Digits], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(digits("fedavg").run.path, tmp_path / "run"))
+    (path / "config.yaml").write_text("clients: 4\n")
+    assert "names no method; it is not the config of a run." in refused(RunError, lambda: fedloom.load(path).clients)
+
+
+def test_a_checkpoint_of_other_options_is_refused(digits: Callable[[str], Digits], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(digits("local").run.path, tmp_path / "run"))
+    config = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(config.replace("mlp:hidden=8", "mlp:hidden=9"))
+    assert "The checkpoint does not fit local on this federation: params/" in refused(
+        RunError, lambda: fedloom.load(path).clients
+    )
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "Not a directory; make it writable or give another --out" in refused(
+        RunError, lambda: fedloom.run("fedavg", out=tmp_path / "file" / "run", **TINY)
+    )
+
+
+def test_a_place_that_is_taken(digits: Callable[[str], Digits]) -> None:
+    path = digits("fedavg").run.path
+    assert f"already holds a run; give another --out, or go on with it: `fedloom resume {path}`." in refused(
+        RunError, lambda: fedloom.run("fedavg", out=path, **TINY)
+    )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+def test_a_full_disk_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def trained(self: api.Simulation) -> None:
+        raise AssertionError("it has begun to train")
+
+    monkeypatch.setattr(api.Simulation, "train_round", trained)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    assert "has 0 MB left, and the run needs about 0 MB; free some space or give another --out." in refused(
+        RunError, lambda: fedloom.run(method, out=tmp_path / "run", **TINY)
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# Rounds that fail
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedhn_pc", "local"])
+def test_a_run_in_which_everybody_fails(tmp_path: Path, method: str, engine: str) -> None:
+    path = tmp_path / "run"
+    options = {**TINY, "rounds": 9, "local_lr": 1e30, "clip": 0.0, "engine": engine, "local_steps": 4}
+    told = refused(RoundError, lambda: fedloom.run(method, out=path, **options))
+    assert told.startswith("No client of ")
+    assert "replied with NaN or Inf. The last checkpoint is intact: mend the cause, then resume." in told
+    directory = RunDirectory.open(path)
+    done = directory.checkpoints()[-1]
+    assert [record["round"] for record in directory.records()] == list(range(1, done + 1))
+    summary = directory.summary()
+    assert summary is not None
+    assert (summary["finished"], summary["rounds"]) == (False, done)
+    loaded = fedloom.load(path, which="last")
+    assert loaded.simulation.round == done
+    assert all(leaf.isfinite().all() for _, leaf in leaves(loaded.simulation.state._asdict()))
+    before = bits(path)
+    assert refused(RoundError, lambda: fedloom.resume(path, progress="quiet")) == told
+    assert bits(path) == before
+
+
+def test_an_evaluation_that_fails_takes_its_round_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = api.Simulation.metrics
+
+    def fails(self: api.Simulation) -> dict[str, float]:
+        if self.round == 3:
+            raise RoundError("No client of 4 gave a usable reply to evaluate.val.")
+        return metrics(self)
+
+    options = {**TINY, "rounds": 4}
+    straight = fedloom.run("scaffold", out=tmp_path / "straight", eval_every=1, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(api.Simulation, "metrics", fails)
+        refused(RoundError, lambda: fedloom.run("scaffold", out=tmp_path / "run", eval_every=1, **options))
+    assert RunDirectory.open(tmp_path / "run").checkpoints()[-1] == 2
+    again = fedloom.resume(tmp_path / "run", progress="quiet")
+    assert bits(again.path) == bits(straight.path)
+    assert numbers(again) == numbers(straight)
+
+
+def test_clients_that_fail_alone_are_written_down(tmp_path: Path) -> None:
+    x, y = features()
+    x[y == 2] *= 1e30  # finite, but not their gradients
+    data: Arrays = from_arrays(x, y, client=y.astype(str))
+    options = {**TINY, "clients": 3, "partition": "group:client", "clip": 0.0}
+    run = fedloom.run("fedavg", dataset=data, out=tmp_path / "run", **options)
+    dropped = [(one["client"], one["program"]) for record in run.records for one in record["dropped"]]
+    assert dropped.count(("2", "fedavg.train")) == 2
+    assert run.summary["dropped"] >= 2
+    assert run.summary["finished"]
