@@ -27,6 +27,7 @@ from fedloom.models.load import Shifted
 from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
+from fedloom.runs.export import export
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, flat_config
 from fedloom.runs.trackers import TRACKERS, tracker
@@ -127,6 +128,10 @@ class Admission:
     def predict(self, x: np.ndarray | Tensor) -> Tensor:
         """Outputs for samples prepared as the federation's are."""
         return _predict(self.simulation, self.client, self.parameters, x)
+
+    def export(self, folder: str | Path, name: str = "newcomer") -> Path:
+        """Write the model as safetensors, with a loader beside it."""
+        return _export(self.simulation, self.client, self.parameters, Path(folder), name)
 
 
 class Run:
@@ -233,12 +238,8 @@ class Run:
 
     def export(self, client: ClientId | int, folder: str | Path) -> Path:
         """Write a client's parameters as safetensors, with a loader beside them."""
-        from fedloom.runs.export import export
-
         name = self._id(client)
-        self.model(name)  # refuses methods that deploy more than a network
-        spec: Any = self.simulation.federation.roster[name].model.spec
-        return export(Path(folder), name, self.parameters(name), spec, self.simulation.algorithm.name)
+        return _export(self.simulation, name, self.parameters(name), Path(folder), name)
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)
@@ -408,6 +409,12 @@ def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Mo
     return Shifted(module, parameters["slope"], parameters["offset"]).eval() if adapted else module
 
 
+def _export(simulation: Simulation, client: ClientId, parameters: Tree, folder: Path, name: str) -> Path:
+    _module(simulation, client, parameters)  # refuses methods that deploy more than a network
+    spec: Any = simulation.federation.roster[client].model.spec
+    return export(folder, name, parameters, spec, simulation.algorithm.name)
+
+
 def _predict(simulation: Simulation, client: ClientId, parameters: Tree, x: np.ndarray | Tensor) -> Tensor:
     data = _samples(simulation, x)
     home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
@@ -438,7 +445,8 @@ def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
     if not labels.isfinite().all():
         raise DataError("Got labels with NaN or infinite values; remove or replace those samples.")
     whole = labels.to(own)
-    if classes and (bool((whole != labels).any()) or int(whole.min()) < 0 or int(whole.max()) >= classes):
+    lowest = 0 if simulation.algorithm.admit_labels else -1  # -1: a label that is not known
+    if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
             "as in this federation."

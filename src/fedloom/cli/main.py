@@ -58,7 +58,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     app.callback()(_top)
     app.add_typer(run.application(words), name="run")
     commands: tuple[Callable[..., None], ...] = (
-        *(runs.resume, runs.evaluate, runs.export, runs.compare),
+        *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
         *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
     )
     for command in commands:

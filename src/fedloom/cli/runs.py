@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands on runs that are there: resume, evaluate, export, compare."""
+"""Commands on runs that are there: resume, evaluate, export, admit, compare."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from fedloom.core.errors import ConfigError, RunError, unknown
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Which = Annotated[str, typer.Option(metavar="best|last|ROUND", help="The checkpoint: best by validation, or a round.")]
+Adapt = Annotated[
+    str | None, typer.Option(metavar="prior", help="Add each client's label shares to a global model's scores.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
@@ -30,7 +33,6 @@ def resume(
     from fedloom import api
 
     progress = JSON if json else QUIET if quiet else AUTO
-    # the run's config keeps the number of rounds first asked for, so whoever goes on must ask again
     with stoppable(run, f" --rounds {rounds}" if rounds is not None else ""):
         done = api.resume(run, rounds=rounds, progress=progress)
     finished(done, progress)
@@ -41,6 +43,7 @@ def evaluate(
     which: Which = "best",
     split: Annotated[str, typer.Option(metavar="test|val|train", help="Which of the clients' own data.")] = "test",
     unseen: Annotated[bool, typer.Option("--unseen", help="The clients held out of training instead.")] = False,
+    adapt: Adapt = None,
     json: AsJson = False,
 ) -> None:
     """Try every client's model on its own data.
@@ -53,7 +56,7 @@ def evaluate(
 
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    loaded = api.load(run, which=_checkpoint(which))
+    loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
     scores: dict[str, Any] = {}
     if unseen:
         metrics = _unseen(loaded, split)
@@ -80,6 +83,7 @@ def export(
     all: Annotated[bool, typer.Option("--all", help="Every client that took part.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/export.")] = None,
     which: Which = "best",
+    adapt: Adapt = None,
 ) -> None:
     """Write clients' models as safetensors files, each with a Python file that loads it.
 
@@ -89,9 +93,30 @@ def export(
 
     if bool(client) == all:
         raise ConfigError("Say whose models to write: give either --client ID, once or more, or --all.")
-    loaded = api.load(run, which=_checkpoint(which))
+    loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
     for one in loaded.clients if all else client or ():
         typer.echo(loaded.export(one, out or run / "export"))
+
+
+def admit(
+    run: RunPath,
+    data: Annotated[Path, typer.Option(metavar="FILE.npz", help="The newcomer's samples x and, if any, labels y.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/admitted.")] = None,
+    which: Which = "best",
+    adapt: Adapt = None,
+) -> None:
+    """Make a model for a newcomer from its own samples, and write it as export does.
+
+    Labels are needed where the method trains on them; a label of -1 says that it is not known.
+
+    Example: fedloom admit runs/fedavg-digits-seed0 --data new.npz --adapt prior
+    """
+    from fedloom import api
+    from fedloom.data.own import samples_from_npz
+
+    x, y = samples_from_npz(data)
+    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y)
+    typer.echo(admitted.export(out or run / "admitted", data.stem))
 
 
 def compare(

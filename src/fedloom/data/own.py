@@ -66,6 +66,13 @@ def from_npz(path: str | Path) -> Arrays:
     return from_arrays(content["x"], content["y"], content.get("client"), content.get("split"), path.stem)
 
 
+def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """A newcomer's samples, prepared as a federation's are, and their labels if there are any (-1: not known)."""
+    path = Path(path)
+    content = _read_npz(path, optional=("y",), needed=("x",))
+    return _features(str(path), content["x"]), content.get("y")
+
+
 def from_folder(path: str | Path) -> Arrays:
     """A dataset from a folder with one .npz file per client, named after it: x, y and perhaps split."""
     path = Path(path)
@@ -148,7 +155,7 @@ def _labels(what: str, y: np.ndarray) -> tuple[np.ndarray, int]:
     return y.astype(np.int64), len(classes)
 
 
-def _read_npz(path: Path, optional: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise DataError(f"There is no file {path}; give the path of an .npz file with the arrays x and y.")
     try:
@@ -168,10 +175,10 @@ def _read_npz(path: Path, optional: tuple[str, ...]) -> dict[str, np.ndarray]:
             f"{path} cannot be read as an .npz file of plain arrays ({error}); write it with "
             "np.savez(path, x=x, y=y) and no arrays of objects."
         ) from error
-    missing, strange = {"x", "y"} - set(arrays), set(arrays) - {"x", "y", *optional}
+    missing, strange = set(needed) - set(arrays), set(arrays) - {*needed, *optional}
     if missing or strange:
         raise DataError(
-            f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected x and y"
+            f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected {' and '.join(needed)}"
             f"{''.join(f', optionally {key}' for key in optional)}."
         )
     if any(array.ndim == 0 for array in arrays.values()):

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newcomers and label shares on the command line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from fedloom.data.registry import load as load_data
+from fedloom.models.load import Shifted, load_model
+
+TINY = {"clients": 5, "unseen": 2, "rounds": 15, "local_steps": 10, "model": "mlp:hidden=8", "local_lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fedloom.run("fedavg", out=tmp_path_factory.mktemp("admit") / "fedavg", progress="quiet", **TINY).path
+
+
+def test_a_newcomer_without_labels_gets_a_model_with_its_prior(cli, trained: Path, tmp_path: Path) -> None:
+    arrays = load_data("digits")
+    mine = np.flatnonzero(arrays.y == 3)[:30]
+    np.savez(tmp_path / "new.npz", x=arrays.x[mine])
+    outcome = cli("admit", trained, "--data", tmp_path / "new.npz", "--adapt", "prior", "--out", tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    assert outcome.out.strip() == str(path)
+    model = load_model(path, "mlp:hidden=8", (1, 8, 8), 10)
+    assert isinstance(model, Shifted)
+    direct = fedloom.load(trained, adapt="prior").admit(arrays.x[mine])
+    x = torch.as_tensor(arrays.x[mine])
+    torch.testing.assert_close(model(x), direct.predict(x))
+    assert int(direct.parameters["offset"].argmax()) == 3
+
+
+def test_an_old_run_is_evaluated_and_exported_with_the_prior(cli, trained: Path, tmp_path: Path) -> None:
+    import json
+
+    plain, adapted = (
+        json.loads(cli("evaluate", trained, "--json", *more).out)["metrics"]["deployed/participants/test/accuracy"]
+        for more in ((), ("--adapt", "prior"))
+    )
+    assert adapted > plain
+    cli("evaluate", trained, "--unseen", "--adapt", "prior")
+    cli("export", trained, "--client", 0, "--adapt", "prior", "--out", tmp_path)
+    assert isinstance(load_model(tmp_path / "client-0.safetensors", "mlp:hidden=8", (1, 8, 8), 10), Shifted)
+
+
+def test_refusals(refused, trained: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "no-x.npz", y=np.zeros(3, int))
+    assert "has the arrays y; expected x, optionally y" in refused("admit", trained, "--data", tmp_path / "no-x.npz")
+    np.savez(tmp_path / "odd.npz", x=np.zeros((3, 4), np.float32))
+    assert "Got samples of shape (3, 4)" in refused("admit", trained, "--data", tmp_path / "odd.npz")
+    assert "Unknown value for --adapt 'priors'" in refused("evaluate", trained, "--adapt", "priors")
+    assert "--adapt-noise needs --adapt-clip" in refused("run", "fedavg", "--adapt", "prior", "--adapt-noise", "1")
+    assert "would count it twice" in refused("run", "pfedhn", "--adapt", "prior")
+
+
+def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None:
+    arrays = load_data("digits")
+    x, y = arrays.x[:40], arrays.y[:40].copy()
+    y[20:] = -1
+    run = fedloom.load(trained, adapt="prior")
+    memory = [
+        run.admit(x, labels).simulation.engine.memory["newcomer"]["label_counts"] for labels in (y, arrays.y[:40])
+    ]
+    assert torch.equal(memory[1], torch.bincount(torch.as_tensor(arrays.y[:40]), minlength=10).float())
+    assert bool((memory[0] >= torch.bincount(torch.as_tensor(y[:20]), minlength=10) - 1e-4).all())
+    assert abs(float(memory[0].sum()) - 40) < 1e-3
