@@ -87,20 +87,6 @@ def test_a_dropped_client_keeps_the_memory_it_had() -> None:
     assert all(torch.equal(value, before[path]) for path, value in flatten(played.engine.memory["1"]).items())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_rollback_brings_memory_back_to_the_beginning_of_the_round(engine: str) -> None:
-    scaffold, federation = algorithms.get("scaffold"), small_federation()
-    played = play(scaffold, federation, engine, rounds=1, cohorts=[["0", "1", "2"]])
-    before = {client: flatten(tree) for client, tree in played.engine.memory.items()}
-    played.engine.begin(2)
-    scaffold.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
-    assert set(played.engine.memory) == set(federation.participants)
-    played.engine.rollback()
-    assert set(played.engine.memory) == {"0", "1", "2"}
-    for client, tree in played.engine.memory.items():
-        assert all(torch.equal(value, before[client][path]) for path, value in flatten(tree).items())
-
-
 def test_something_that_is_not_a_tensor_is_refused_before_it_is_sent() -> None:
     federation = small_federation()
     config = FEDAVG.config()

@@ -74,22 +74,11 @@ class AbstractEngine(abc.ABC):
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0
         self._asks = 0
-        self._before: dict[ClientId, Tree | None] = {}
 
     def begin(self, stage: int | str) -> None:
         """A round (or an evaluation, an admission) begins: its name is part of the name of every random stream."""
         self.books = Books()
         self._stage, self._asks = stage, 0
-        self._before = {}
-
-    def rollback(self) -> None:
-        """Clients' memory as it was when the round began: for a round that did not come to its end."""
-        for client, memory in self._before.items():
-            if memory is None:
-                self.memory.pop(client, None)
-            else:
-                self.memory[client] = memory
-        self._before = {}
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
@@ -145,12 +134,8 @@ class AbstractEngine(abc.ABC):
         if client not in self.memory:
             model = self.federation.roster[client].model
             first = self.algorithm.first_memory(model, self.config, seed_of(self.seed, client, "memory"))
-            self._remember(client, {"buffers": model.fresh_buffers(), **first})
+            self.memory[client] = {"buffers": model.fresh_buffers(), **first}
         return self.memory[client]
-
-    def _remember(self, client: ClientId, memory: Tree) -> None:
-        self._before.setdefault(client, self.memory.get(client))
-        self.memory[client] = memory
 
     def _name(self, client: ClientId) -> tuple[int | str, ...]:
         """Streams are named by who, when and which ask, not by method: methods are compared on equal draws."""
@@ -187,8 +172,7 @@ class AbstractEngine(abc.ABC):
             reasons = refusals(expected, replies, len(clients))
             good = [c for c, reason in zip(clients, reasons) if reason is None]
             self.books.dropped += [Dropped(c, program.name, r) for c, r in zip(clients, reasons) if r is not None]
-            for client in good:
-                self._remember(client, outcome.memories[client])
+            self.memory.update((client, outcome.memories[client]) for client in good)
             if good:
                 usable.append((good, outcome.replies.pick(good)))
         return usable
