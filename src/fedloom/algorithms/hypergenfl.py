@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HyperGenFL: FedAvg whose weights, one per client and layer, come from a loom that learns without data.
+
+Chen, Lu, Tian, Niu, Li: HyperGenFL: hypernetwork-generated model aggregation in federated learning. CIKM 2025
+(doi:10.1145/3746252.3761368).
+
+Every client has an embedding on the server. The embeddings of a cohort attend to each other; one linear head per
+layer, a ReLU and a floor lambda turn them into scores, whose shares are the weights with which that layer of the
+clients' models is averaged. The loom has no data: the mean of the clients' changes stands for the negative gradient of
+their loss and is pulled back through the average to the weights, and so to loom and embeddings.
+
+Symbols: sigma: ``embeddings``, phi: ``loom``, alpha: ``last_weights``, lambda: ``score_floor``, theta_g: ``params``,
+Delta theta_c: ``delta``, eta: ``server_lr``, |C|: the clients that replied.
+
+Sent down: the global parameters (and running statistics with ``batchnorm=averaged``), as in FedAvg.
+Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+Kept by the client: its model's running statistics, unless they are averaged.
+Kept by the server: the global parameters, the loom, the embeddings, the state of the outer optimiser, the weights and
+    the living heads of the last round.
+Reduces to: FedAvg with equal weights when ``server_lr`` is 0 and embeddings are ones (all clients then look alike).
+Differs from the paper:
+    Sign. Eq. 17 has start minus end as the gradient, eq. 15 sets in end minus start, and Algorithm 1 subtracts: the two
+    together climb the clients' loss. ``direction=descent`` subtracts the pull-back of start minus end; ``literal`` is
+    the algorithm box as printed.
+    Order. Algorithm 1 averages the cohort's models before it sends anything, though all clients have just been given
+    one and the same model. The loop is read from line 10 on: send, train, step on the loom (lines 14 to 17), and then
+    average, by the loom that has stepped, the models that have just been trained (lines 8 and 9).
+    Clients use SGD: with AdamW at 0.01, which the paper may mean for them too, a prototype did not learn. Eq. 4's
+    softmax goes over features; several attention layers each add to their input, and one softmax follows the last.
+    lambda and the number of attention heads are not given: ours. Embeddings of clients that did not reply stay as they
+    are. The losses of Table 9 are between the average and each client's model, summed over parameters. BatchNorm's
+    statistics are averaged by data size, if at all. ``start=alive`` is ours: as written the heads soon die and all
+    weights are equal (docs/methods/hypergenfl.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import fedavg
+from fedloom.core.aggregate import mean_loss
+from fedloom.core.config import option
+from fedloom.core.contract import Algorithm, Ask, Cohort, Needs, Sent, Setup
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import Optimiser
+from fedloom.core.random import seed_of, stream
+from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.hypernets.attention import AttentionLoom, layers_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(fedavg.Config):
+    """HyperGenFL's options."""
+
+    local_epochs: int = option(10, "Passes over the client's data; 0: use --local-steps (sec. 4.1).", low=0)
+    batch_size: int = option(32, "Samples per step; the last batch of a pass has what is left (sec. 4.1).", low=1)
+    local_lr: float = option(1e-2, "Local learning rate (sec. 4.1, there with AdamW).", low=0)
+    weight_decay: float = option(1e-5, "Local weight decay (sec. 4.1).", low=0)
+    embed_dim: int = option(128, "Size of an embedding and of the attention (sec. 4.1).", low=1)
+    embed_init: Literal["ones", "random", "one_hot"] = option(
+        "ones", "Embeddings start at 1, at N(0, 1), or are one-hot and fixed (sec. 5.1)."
+    )
+    attention_layers: int = option(1, "Layers of attention (sec. 5.2 tries 1 to 3).", low=1)
+    attention_heads: int = option(4, "Heads of the attention (not given in the paper).", low=1)
+    score_floor: float = option(0.01, "What is added to every score, lambda (not given in the paper).", above=0)
+    server_lr: float = option(1e-2, "Outer learning rate of AdamW, eta (sec. 4.1).", low=0)
+    server_weight_decay: float = option(1e-5, "Outer weight decay (sec. 4.1).", low=0)
+    server_loss: Literal["difference", "mse", "log_cosh"] = option(
+        "difference", "What the loom learns from: eq. 10 and 11, or a loss of Table 9."
+    )
+    direction: Literal["descent", "literal"] = option(
+        "descent", "Sign of the step along the difference: down the clients' loss, or as Algorithm 1 is printed."
+    )
+    start: Literal["paper", "alive"] = option(
+        "paper", "Initial loom: torch's defaults, or one whose heads stay on; best with --embed-init random."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.embed_dim % self.attention_heads:
+            raise ConfigError(
+                f"--embed-dim is {self.embed_dim} and --attention-heads {self.attention_heads}; the first must be a "
+                "multiple of the second. Change one of them."
+            )
+        if self.direction == "literal" and self.server_loss != "difference":
+            raise ConfigError(
+                f"--direction literal is a reading of eq. 10 and 11; got --server-loss {self.server_loss}, which has "
+                "one direction only. Leave one of them out."
+            )
+
+    def outer(self) -> Optimiser:
+        """The optimiser of loom and embeddings."""
+        return Optimiser("adamw", self.server_lr, weight_decay=self.server_weight_decay)
+
+
+class State(NamedTuple):
+    """The global model, the loom and one embedding per client of the roster."""
+
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    loom: Mapping[str, Tensor]
+    embeddings: Tensor  # (clients, embed_dim)
+    optimiser: Tree
+    last_weights: Tensor  # (clients, layers) alpha of the last round, 0 for who was not there; at first, of the roster
+    alive: Tensor  # (layers,) bool: whose ReLU was on for some client of the last round
+
+
+def init(setup: Setup[Any]) -> State:
+    """The model as FedAvg's; all embeddings alike, unless an ablation is asked for."""
+    config, (params, buffers), loom = setup.config, fedavg.init(setup), loom_of(setup)
+    phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype, alive=config.start == "alive")
+    table = torch.ones(len(setup.clients), loom.embed_dim)
+    if config.embed_init == "random":
+        table = torch.as_tensor(stream(setup.seed, "embeddings").standard_normal(tuple(table.shape)))
+    elif config.embed_init == "one_hot":
+        table = torch.eye(len(table))
+    table = table.to(setup.device, setup.dtype)
+    activations = loom.activations(phi, table)
+    alive = (activations > 0).any(0)
+    warn_if_dead(config, alive)
+    optimiser = config.outer().init({**phi, "embeddings": table})
+    return State(params, buffers, phi, table, optimiser, loom.weights(activations), alive)
+
+
+def loom_of(setup: Setup[Config]) -> AttentionLoom:
+    """The loom for a roster."""
+    config, layers = setup.config, layers_of(setup.models[setup.clients[0]].shapes)
+    dim = len(setup.clients) if config.embed_init == "one_hot" else config.embed_dim
+    return AttentionLoom(
+        dim, layers, config.embed_dim, config.attention_heads, config.attention_layers, config.score_floor
+    )
+
+
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+    """Algorithm 1 from line 10 on, then lines 8 and 9."""
+    shared = fedavg.message(setup.config, model_of(state))
+    replies = ask(fedavg.program(setup.config), shared, PerClient.empty(cohort.clients))
+    active = sorted(replies, key=lambda client: setup.rows([client]))
+    deltas, loom = replies.pick(active)["delta"], loom_of(setup)
+    learned = learn(setup, loom, state, active, deltas)
+    after = aggregate(setup, loom, learned, active, deltas)
+    if state.alive.any():
+        warn_if_dead(setup.config, after.alive)
+    buffers = fedavg.average(setup.config, model_of(state), replies).buffers
+    effective = 1 / after.last_weights.square().sum(0)  # of each layer: |C| if all weigh the same
+    return after._replace(buffers=buffers), {
+        "local_loss": mean_loss(replies),
+        "alive_heads": float(after.alive.sum()),
+        **{f"effective_clients.{layer}": float(n) for layer, n in zip(loom.layers, effective)},
+    }
+
+
+def learn(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[ClientId], deltas: Params) -> State:
+    """Lines 14 to 17: one outer step on phi and on the embeddings of the active clients."""
+    if not any(bool(delta.any()) for delta in deltas.values()):
+        return state  # nobody has moved: nothing to learn from, and no step that AdamW should count
+    rows = setup.rows(active)
+    grads = gradient(setup.config, loom, state, rows, deltas)
+    before = {**state.loom, "embeddings": state.embeddings}
+    after, optimiser = setup.config.outer().update(before, grads, state.optimiser)
+
+    def for_active(new: Params, old: Params) -> Params:
+        table = old["embeddings"].clone()
+        if setup.config.embed_init != "one_hot":  # these are fixed (sec. 5.1)
+            table[rows] = new["embeddings"][rows]
+        return {**new, "embeddings": table}
+
+    after = for_active(after, before)
+    moments = {name: for_active(optimiser[name], state.optimiser[name]) for name in ("mean", "square")}
+    phi = {name: after[name] for name in state.loom}
+    return state._replace(loom=phi, embeddings=after["embeddings"], optimiser={**optimiser, **moments})
+
+
+def gradient(config: Config, loom: AttentionLoom, state: State, rows: list[int], deltas: Params) -> dict[str, Tensor]:
+    """Eq. 10 and 11, as the gradient of the loss of loom and embeddings: what a descent step subtracts.
+
+    Weights sum to 1, so theta_g = start + sum_c alpha_c delta_c, and the slope of alpha_c is <delta_c, dL / d theta_g>.
+    """
+    before = {**state.loom, "embeddings": state.embeddings}
+    wanted = {name: value.detach().double().requires_grad_() for name, value in before.items()}
+    alpha = loom.weights(loom.activations(wanted, wanted["embeddings"][rows]))  # (active, layers)
+    slopes = []
+    for weights, names in zip(alpha.detach().T, loom.layers.values()):
+        moved = torch.cat([deltas[name].reshape(len(rows), -1) for name in names], dim=1).double()
+        slopes.append(moved @ loss_gradient(config, moved, weights))
+    grads = torch.autograd.grad(alpha, list(wanted.values()), torch.stack(slopes, dim=1))
+    # where all clients look alike phi has no gradient, and AdamW would divide what rounding leaves of it by its size
+    rounding = 1e-12 * torch.stack([grad.abs().max() for grad in grads]).max()
+    return {
+        name: torch.where(grad.abs() > rounding, grad, 0.0).to(before[name].dtype) for name, grad in zip(wanted, grads)
+    }
+
+
+def loss_gradient(config: Config, moved: Tensor, weights: Tensor) -> Tensor:
+    """dL / d theta_g for one layer, from the clients' changes (active, parameters) and their weights (active,)."""
+    if config.server_loss == "difference":
+        difference = moved.mean(0)  # eq. 15, averaged: -eta dL / d theta_g by eq. 17
+        return difference if config.direction == "literal" else -difference
+    apart = weights @ moved - moved  # theta_g - theta_c
+    # d / d theta_g of the mean over clients of sum (theta_g - theta_c)^2, or of sum log cosh(theta_g - theta_c)
+    return 2 * apart.mean(0) if config.server_loss == "mse" else torch.tanh(apart).mean(0)
+
+
+def aggregate(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[ClientId], deltas: Params) -> State:
+    """Lines 8 and 9: the average of the clients' models, layer by layer, with the loom's weights."""
+    rows = setup.rows(active)
+    activations = loom.activations(state.loom, state.embeddings[rows])
+    alpha = loom.weights(activations)
+    params = {
+        name: state.params[name] + torch.tensordot(weights, deltas[name], dims=1)
+        for weights, names in zip(alpha.T, loom.layers.values())
+        for name in names
+    }
+    everybody = torch.zeros_like(state.last_weights)
+    everybody[rows] = alpha
+    return state._replace(params=params, last_weights=everybody, alive=(activations > 0).any(0))
+
+
+def warn_if_dead(config: Config, alive: Tensor) -> None:
+    """Say so when no head is on: weights are equal, the gradient is zero, and a loom that should learn does not."""
+    if config.server_lr and not alive.any():
+        log.warning(
+            "HyperGenFL's loom is dead: no head has a positive score, so that all clients weigh the same and nothing "
+            "more is learned. Use --start alive --embed-init random."
+        )
+
+
+def weights_by_layer(setup: Setup[Config], state: State) -> dict[ClientId, dict[str, float]]:
+    """The weights of the last round, by client and layer; 0 for clients that took no part."""
+    layers = loom_of(setup).layers
+    return {client: dict(zip(layers, row)) for client, row in zip(setup.clients, state.last_weights.tolist())}
+
+
+def model_of(state: State) -> fedavg.State:
+    """The part of the state that FedAvg has too."""
+    return fedavg.State(state.params, state.buffers)
+
+
+def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """The same model for everybody."""
+    return fedavg.personalise(setup, model_of(state), clients)
+
+
+def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
+    """A newcomer gets the global model, as in FedAvg."""
+    return fedavg.admit(setup, model_of(state), newcomers, ask)
+
+
+CITATION = """@inproceedings{chen2025hypergenfl,
+  title={{HyperGenFL}: Hypernetwork-Generated Model Aggregation in Federated Learning},
+  author={Chen, Jerry and Lu, Qikai and Tian, Ruiqing and Niu, Di and Li, Baochun},
+  booktitle={CIKM}, year={2025}}"""
+
+ALGORITHM = Algorithm(
+    name="HyperGenFL",
+    citation=CITATION,
+    config=Config,
+    state=State,
+    init=init,
+    round=round,
+    personalise=personalise,
+    client_deploy=fedavg.client_deploy,
+    admit=admit,
+    admit_labels=False,
+    cohort=20,  # the advanced and the extreme setting of Table 1
+    needs=Needs(same_model=True),
+)

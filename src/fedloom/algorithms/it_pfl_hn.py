@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IT-PFL-HN: pFedHN with an encoder, so that a newcomer's unlabelled samples are enough to weave its model.
+
+Amosy, Eyal, Chechik: Inference-time personalized federated learning. 2021 (arXiv:2111.08356, version 1).
+
+While pFedHN trains, clients also train an encoder, a deep set over a batch of samples, to give their embedding e_i;
+the server averages the encoders (eq. 8). After ``finetune_after`` rounds the encoder is frozen, and a copy of the loom
+is fine-tuned on what the encoder makes of the participants' data (eq. 9). A newcomer runs the encoder, sends the
+descriptor and nothing else, if wished with differential privacy (sec. 7), and gets a model from that copy; participants
+keep the loom from before.
+
+Symbols: theta: ``loom`` and ``tuned``, e_i: a row of ``embeddings``, gamma: ``encoder``, h_i: what ``weave`` gives.
+
+Sent down: the client's woven parameters; the encoder and, while it is trained, the client's own embedding.
+Sent up: the change of the parameters, the number of samples, the training loss, the change of the encoder and its
+    loss; in fine-tuning the descriptor in place of these two. A newcomer sends its descriptor only.
+Kept by the client: its model's running statistics.
+Kept by the server: the loom, its fine-tuned copy, the embeddings, the encoder, the states of the outer optimiser, how
+    descriptors are standardised, the stage.
+Reduces to: pFedHN for the participants.
+Differs from the paper: it is silent on the rounds of either stage (ours: 400 and 100 of its 500), the encoder's steps
+and rate (those of local training, on batches of its own), and how its changes are weighted (ours: every client once,
+as in eq. 8). L2 is the mean squared difference. Embeddings have pFedHN's size. With privacy, descriptors are means over
+samples: in a mean over batches a short last batch would count for more than the lemma allows; and the noise is
+calibrated exactly, where the paper takes the classical formula. Fine-tuning leaves running statistics alone, and starts
+the outer optimiser afresh.
+``preset=standardised`` is ours: one layer in place of psi, one encoder step a round at rate 0.3, descriptors
+standardised over the participants. It is for images like CIFAR-10's, where the encoder as written hardly tells clients
+apart: see docs/methods/it_pfl_hn.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import pfedhn
+from fedloom.core.aggregate import mean_loss
+from fedloom.core.config import option
+from fedloom.core.contract import Algorithm, Ask, Batches, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.optim import Optimiser
+from fedloom.core.random import seed_of
+from fedloom.core.statistics import settle_statistics
+from fedloom.core.training import LocalConfig, Training, delta, report
+from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
+from fedloom.hypernets import encoder
+from fedloom.hypernets.weaving import pull_back, weave
+from fedloom.models.spec import ModelSpec
+from fedloom.privacy.gaussian import perturb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LocalConfig):
+    """IT-PFL-HN's options."""
+
+    preset: Literal["paper", "standardised"] = option(
+        "paper", "As written, or with a linear read-out, one encoder step a round and standardised descriptors (ours)."
+    )
+    finetune_after: int = option(400, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
+    encoder_lr: float = option(0.0, "Rate of the encoder; 0: --local-lr, or 0.3 if standardised (ours).", low=0)
+    encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
+    descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
+    descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
+    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (pFedHN, sec. 5).", low=0)
+    hidden: int = option(100, "Width of the loom's trunk (App. C).", low=1)
+    layers: int = option(3, "Hidden layers of the loom (App. C).", low=1)
+    server_lr: float = option(1e-2, "Outer learning rate (pFedHN's code).", low=0)
+    server_momentum: float = option(0.9, "Outer momentum (pFedHN's code).", low=0, high=1)
+    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (pFedHN's code).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (pFedHN's code).", low=0)
+    server_step: Literal["per_client", "cohort_mean"] = option(
+        "per_client", "One outer step per reply, or one on the mean, which wants a higher rate."
+    )
+    # what pFedHN's functions also read
+    descriptor: ClassVar[str] = "trainable"
+    spectral_norm: ClassVar[bool] = False
+
+    @property
+    def standardised(self) -> bool:
+        """Whether the preset is ours."""
+        return self.preset == "standardised"
+
+    @property
+    def private(self) -> bool:
+        """Whether descriptors have a known sensitivity, and newcomers add noise."""
+        return self.descriptor_epsilon > 0
+
+    def outer(self) -> Optimiser:
+        """The optimiser of loom and embeddings."""
+        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
+
+    def encoder_optimiser(self) -> Optimiser:
+        """The local optimiser with the encoder's rate."""
+        return replace(self.local_optimiser(), lr=self.encoder_lr or (0.3 if self.standardised else self.local_lr))
+
+    def encoder_batches(self) -> Batches:
+        """The training data that one ask trains the encoder on."""
+        steps = self.encoder_steps or int(self.standardised)
+        return Batches("train", self.batch_size, steps=steps) if steps else self.batches()
+
+
+class State(NamedTuple):
+    """pFedHN's, the encoder, and the loom for newcomers."""
+
+    loom: Mapping[str, Tensor]
+    embeddings: Tensor  # (clients, embed_dim)
+    optimiser: Tree
+    encoder: Mapping[str, Tensor]
+    stage: Tensor  # () 0: loom and encoder are trained; 1: the loom is fine-tuned
+    tuned: Mapping[str, Tensor]  # the loom itself until it is fine-tuned
+    tuning: Tree  # the outer optimiser's state in fine-tuning
+    centre: Tensor  # (embed_dim,) a descriptor enters the loom as (descriptor - centre) / scale
+    scale: Tensor  # (embed_dim,)
+
+
+def init(setup: Setup[Any]) -> State:
+    """pFedHN's start, and an encoder as its layers initialise themselves."""
+    first = pfedhn.start(setup, pfedhn.loom_of(setup, pfedhn.whole))
+    centre = torch.zeros_like(first.embeddings[0])
+    return State(
+        loom=first.loom,
+        embeddings=first.embeddings,
+        optimiser=first.optimiser,
+        encoder=encoder_of(setup).init(seed_of(setup.seed, "encoder")),
+        stage=torch.zeros((), dtype=torch.int64, device=setup.device),
+        tuned=first.loom,
+        tuning=setup.config.outer().init(first.loom),
+        centre=centre,
+        scale=torch.ones_like(centre),
+    )
+
+
+def encoder_of(setup: Setup[Any]) -> Model:
+    """One encoder for all clients, whatever their architectures: its layers follow from the samples' shape."""
+    shape = cast(ModelSpec, setup.models[setup.clients[0]].spec).input_shape
+    dim = pfedhn.loom_of(setup, pfedhn.whole).embed_dim
+    return encoder.encoder_model(shape, dim, setup.config.standardised, setup.config.private, setup.device, setup.dtype)
+
+
+def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+    """A round of pFedHN, and beside it one of FedAvg for the encoder; later, a round of fine-tuning."""
+    if cohort.round > setup.config.finetune_after:
+        return finetune(setup, state, cohort, ask)
+    loom, own = pfedhn.loom_of(setup, pfedhn.whole), state.embeddings[setup.rows(cohort.clients)]
+    replies = ask(pfedhn.program(setup.config), {}, weave(setup, loom, state.loom, own, cohort.clients))
+    told = torch.ones_like(state.embeddings[:, 0], dtype=torch.bool)
+    first = pfedhn.State(state.loom, state.embeddings, told, state.optimiser)
+    learned = pfedhn.learn(setup, loom, first, replies)
+    # the embedding that the encoder is to give is the one that the woven model came from
+    fit = encoder.fit_program(encoder_of(setup), setup.config.encoder_batches())
+    fits = ask(fit, {"encoder": state.encoder}, PerClient([(cohort.clients, {"embedding": own})]))
+    ((_, fitted),) = fits.groups
+    gamma = tree_map(lambda value, change: value + change.mean(0), state.encoder, fitted["delta"])
+    state = state._replace(loom=learned.loom, embeddings=learned.embeddings, optimiser=learned.optimiser)
+    state = state._replace(encoder=gamma, tuned=learned.loom)
+    return state, {"local_loss": mean_loss(replies), "encoder_loss": mean_loss(fits), "finetuning": 0.0}
+
+
+def finetune(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+    """Eq. 9: pFedHN with descriptors in place of embeddings; encoder and embeddings are left alone."""
+    if not int(state.stage):
+        state = begin_finetuning(setup, state, ask)
+    clients, inputs = encode(setup, state, cohort.clients, ask)
+    loom = pfedhn.loom_of(setup, pfedhn.whole)
+    replies = ask(tune_program(setup.config), {}, weave(setup, loom, state.tuned, inputs, clients))
+    order = sorted(replies, key=lambda c: setup.rows([c]))
+    one_by_one = [PerClient([([c], replies.pick([c]))]) for c in order]
+    tuned, tuning = state.tuned, state.tuning
+    for part in one_by_one if setup.config.server_step == "per_client" else [replies]:
+        grads, _ = pull_back(setup, loom, tuned, inputs, clients, part)
+        tuned, tuning = setup.config.outer().update(tuned, grads, tuning)
+    return state._replace(tuned=tuned, tuning=tuning), {"local_loss": mean_loss(replies), "finetuning": 1.0}
+
+
+def begin_finetuning(setup: Setup[Any], state: State, ask: Ask) -> State:
+    """The encoder is frozen; if standardised, all participants are asked what it makes of them."""
+    state = state._replace(stage=torch.ones_like(state.stage))
+    if not setup.config.standardised:
+        return state
+    _, table = encode(setup, state, setup.clients, ask)
+    spread = table.std(0, correction=0)
+    return state._replace(centre=table.mean(0), scale=torch.where(spread > 1e-6, spread, 1))
+
+
+def encode(
+    setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask, *, private: bool = False
+) -> tuple[tuple[ClientId, ...], Tensor]:
+    """The clients that answered, and their descriptors as they enter the loom."""
+    replies = ask(describe_program(setup, private), {"encoder": state.encoder}, PerClient.empty(clients))
+    ((members, reply),) = replies.groups
+    return members, (reply["descriptor"] - state.centre) / state.scale
+
+
+def describe_program(setup: Setup[Any], private: bool) -> Program:
+    """How a client describes its data; ``private`` with noise."""
+    plain = encoder.describe_program(encoder_of(setup), setup.config.batch_size)
+    return replace(plain, name="it_pfl_hn.describe_privately", final=private_final) if private else plain
+
+
+def private_final(home: Home, shared: Tree, carry: encoder.Described, memory: Tree) -> tuple[Tree, Tree]:
+    """Reply with the mean and noise. Lemma 7.1: its sensitivity is 2 L B / |D|, here with L = B = 1."""
+    epsilon, chance = home.config.descriptor_epsilon, home.config.descriptor_delta
+    clean, sensitivity = carry.total / carry.weight, 2 / carry.weight
+    return {"descriptor": perturb(clean, epsilon, chance, sensitivity, home.key)}, memory
+
+
+def tune_program(config: Any) -> Program:
+    """What a client of pFedHN runs, but nothing is remembered: its statistics belong to the loom from before."""
+    train = pfedhn.program(config)
+    return replace(train, name="it_pfl_hn.finetune", final=tune_final)
+
+
+def tune_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
+    """Reply with the change."""
+    return {"delta": delta(carry), **report(home, carry)}, memory
+
+
+def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """App. B: participants have the loom from before the fine-tuning."""
+    loom = pfedhn.loom_of(setup, pfedhn.whole)
+    return Sent({}, weave(setup, loom, state.loom, state.embeddings[setup.rows(clients)], clients))
+
+
+def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
+    """Fig. 2b: a newcomer sends its descriptor and gets its model."""
+    clients, inputs = encode(setup, state, newcomers.clients, ask, private=setup.config.private)
+    sent = Sent({}, weave(setup, pfedhn.loom_of(setup, pfedhn.whole), state.tuned, inputs, clients))
+    return settle_statistics(setup, ALGORITHM, sent, ask)
+
+
+CITATION = """@article{amosy2021itpfl,
+  title={Inference-Time Personalized Federated Learning},
+  author={Amosy, Ohad and Eyal, Gal and Chechik, Gal},
+  journal={arXiv:2111.08356v1}, year={2021}}"""
+
+ALGORITHM = Algorithm(
+    name="IT-PFL-HN",
+    citation=CITATION,
+    config=Config,
+    state=State,
+    init=init,
+    round=round,
+    personalise=personalise,
+    admit=admit,
+    admit_labels=False,
+    cohort=9,  # sec. 6.1: a tenth of 90 training clients
+)
