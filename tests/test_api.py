@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from testnets import Normed
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -22,7 +23,6 @@ from fedloom.core.trees import Tree, flatten, leaves
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
 from fedloom.runs.directory import RunDirectory
-from nets import Normed
 
 TINY = {"clients": 4, "rounds": 2, "local_steps": 2, "model": "mlp:hidden=8", "progress": "quiet"}
 VAL = "deployed/participants/val/accuracy"
@@ -307,7 +307,7 @@ def test_time_windows(tmp_path: Path) -> None:
 
 def test_a_network_given_as_a_class(tmp_path: Path) -> None:
     run = fedloom.run("fedavg", out=tmp_path / "run", **{**TINY, "model": Normed})
-    assert run.config["model"] == "nets:Normed"
+    assert run.config["model"] == "testnets:Normed"
     assert isinstance(run.model("0"), Normed)
     assert isinstance(fedloom.load(run.path).model("0"), Normed)
     assert int(run.model("0").norm.num_batches_tracked) == 4
@@ -561,7 +561,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[FedloomError], str]] = {
     "seed": ({"seed": -1}, ConfigError, "--seed is -1; it must be at least 0"),
     "learning rate": ({"local_lr": float("nan")}, ConfigError, "--local-lr is nan"),
     "task": ({"task": "clasification"}, ConfigError, "Unknown task 'clasification'; did you mean 'classification'"),
-    "task by path": ({"task": "nets:Nothing"}, ConfigError, "--task nets:Nothing: 'nets' has no 'Nothing'"),
+    "task by path": ({"task": "testnets:Nothing"}, ConfigError, "--task testnets:Nothing: 'testnets' has no 'Nothing'"),
     "regression of classes": ({"task": "regression"}, ConfigError, "digits has class labels"),
     "classes of targets": (
         {"dataset": regression(), "task": "classification", "partition": "iid"},

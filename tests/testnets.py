@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small networks of a user's own, named by import path in tests: ``nets:Normed``."""
+"""Small networks of a user's own, named by import path in tests: ``testnets:Normed``."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,3 +45,15 @@ class Explosive(nn.Module):
         if len(x) in self.fuses:
             raise ValueError("boom")
         return self.out(x.flatten(1))
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the rows of an image: an operation that cannot run for many clients at once."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(input_shape[-1], 4, batch_first=True)
+        self.out = nn.Linear(4, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x.flatten(1, -2))[0][:, -1])

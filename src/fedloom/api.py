@@ -79,13 +79,21 @@ def run(
 
 
 def resume(
-    path: str | Path, *, dataset: Any = None, rounds: int | None = None, progress: str | Display = "auto"
+    path: str | Path,
+    *,
+    dataset: Any = None,
+    rounds: int | None = None,
+    device: str | None = None,
+    progress: str | Display = "auto",
 ) -> Run:
-    """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go."""
+    """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go.
+
+    ``device`` is for a machine that has another one than the run began on.
+    """
     directory = RunDirectory.open(Path(path))
     shown = display(progress) if isinstance(progress, str) else progress
     with directory.lock():
-        simulation = _rebuild(directory, dataset, rounds)
+        simulation = _rebuild(directory, dataset, rounds, device=device)
         if directory.checkpoints():
             last = directory.load("last")
             simulation.restore(last.round, last.state, last.memory)
@@ -178,7 +186,7 @@ class Run:
     def simulation(self) -> Simulation:
         """The federation with the checkpoint's state in it."""
         if self._simulation is None:
-            self._simulation = _rebuild(self.directory, self._dataset, adapt=self._adapt)
+            self._simulation = _rebuild(self.directory, self._dataset, adapt=self._adapt, device="auto")
             nothing_best = self._which == "best" and self.directory.best_round() is None
             checkpoint = self.directory.load("last" if nothing_best else self._which)
             self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
@@ -279,15 +287,20 @@ def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, An
     return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
 
 
-def _rebuild(directory: RunDirectory, dataset: Any, rounds: int | None = None, adapt: str | None = None) -> Simulation:
+def _rebuild(
+    directory: RunDirectory,
+    dataset: Any,
+    rounds: int | None = None,
+    adapt: str | None = None,
+    device: str | None = None,
+) -> Simulation:
     given = dict(directory.config)
     method = given.pop("method", None)
     if not isinstance(method, str):
         raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
     if rounds is not None:
         given["rounds"] = rounds
-    if adapt is not None:
-        given["adapt"] = adapt
+    given |= {name: value for name, value in {"adapt": adapt, "device": device}.items() if value is not None}
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
         raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")

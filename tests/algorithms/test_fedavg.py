@@ -67,7 +67,7 @@ def test_local_running_statistics_stay_with_the_client() -> None:
 @pytest.mark.parametrize("sizes", [(3, 7), (2, 2, 10), (2, 9, 10), (9, 4, 13, 7, 5)])
 def test_averaged_counters_lose_nothing_to_rounding(sizes: tuple[int, ...]) -> None:
     """Everybody has counted 3 batches: the mean is 3, in whole numbers, though 0.3 * 3 + 0.7 * 3 < 3 in floats."""
-    federation = small_federation(("nets:Normed",), sizes=sizes)
+    federation = small_federation(("testnets:Normed",), sizes=sizes)
     played = play(ALGORITHM, federation, rounds=3, batchnorm="averaged", local_epochs=1, batch_size=99)
     counter = played.state.buffers["norm.num_batches_tracked"]
     assert counter.dtype == torch.int64 and int(counter) == 3

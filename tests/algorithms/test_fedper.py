@@ -42,7 +42,7 @@ def test_the_second_round_puts_the_kept_head_on_the_common_body() -> None:
     assert float(played.engine.memory["1"]["head"]["top.weight"]) == pytest.approx(1.8, abs=1e-12)
 
 
-@pytest.mark.parametrize("model", ["lenet:kernels=2", "nets:Normed"])
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed"])
 def test_with_an_empty_head_it_is_fedavg(model: str) -> None:
     federation = headless(small_federation((model,)))
     per, avg = (play(method, federation, rounds=3) for method in (ALGORITHM, fedavg.ALGORITHM))

@@ -29,7 +29,7 @@ def test_the_loss_that_is_reported_has_no_proximal_term() -> None:
 
 
 @pytest.mark.parametrize("batchnorm", ["local", "averaged"])
-@pytest.mark.parametrize("model", ["lenet:kernels=2", "nets:Normed", "nets:Dropping"])
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed", "testnets:Dropping"])
 def test_without_the_term_it_is_fedavg_bit_for_bit(model: str, batchnorm: str) -> None:
     federation = small_federation((model,))
     ends = [

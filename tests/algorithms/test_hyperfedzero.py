@@ -171,7 +171,7 @@ def test_padding_does_not_change_a_step(control: str, at_once: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("model", ["mlp:hidden=5", "nets:Dropping"])
+@pytest.mark.parametrize("model", ["mlp:hidden=5", "testnets:Dropping"])
 def test_how_many_samples_at_once_does_not_matter(engine: str, model: str) -> None:
     federation = small_federation((model,))
     whole, parts = (
@@ -261,11 +261,12 @@ def test_what_travels_can_be_made_as_large_as_the_classifier(name: str, shape: t
 
 def test_a_model_with_batchnorm_is_refused_before_round_one() -> None:
     arrays = from_arrays(torch.randn(60, 1, 6, 6).numpy(), (torch.arange(60) % 3).numpy())
-    options = RunOptions(dataset="x", partition="iid", clients=4, model="nets:Normed")
+    options = RunOptions(dataset="x", partition="iid", clients=4, model="testnets:Normed")
     with pytest.raises(NeedsError) as caught:
         Simulation("hyperfedzero", options, Config(), arrays)
     assert str(caught.value) == (
-        "HyperFedZero gives every sample a network of its own, without batch statistics; nets:Normed has BatchNorm. "
+        "HyperFedZero gives every sample a network of its own, without batch statistics; "
+        "testnets:Normed has BatchNorm. "
         "Choose a --model without it."
     )
 

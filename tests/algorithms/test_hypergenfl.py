@@ -88,7 +88,7 @@ def test_the_loom_steps_before_its_weights_are_used() -> None:
 
 @pytest.mark.parametrize("sizes", [(6, 6, 6, 6), (9, 4, 13, 7)], ids=["equal", "ragged"])
 def test_a_frozen_loom_of_ones_is_uniform_averaging(sizes: tuple[int, ...]) -> None:
-    federation, ears = small_federation(("nets:Normed",), sizes=sizes), Ears()
+    federation, ears = small_federation(("testnets:Normed",), sizes=sizes), Ears()
     one = play(ALGORITHM, federation, rounds=3, server_lr=0.0, wrap=ears, batchnorm="averaged")
     params = hypergenfl.init(one.setup).params
     for replies in ears.replies:
@@ -105,7 +105,7 @@ def test_a_frozen_loom_of_ones_is_uniform_averaging(sizes: tuple[int, ...]) -> N
 
 
 def test_running_statistics_are_averaged_by_data_size() -> None:
-    federation = small_federation(("nets:Normed",))
+    federation = small_federation(("testnets:Normed",))
     same = {"rounds": 1, "weight_decay": 0.0, "batchnorm": "averaged"}
     one = play(ALGORITHM, federation, embed_init="random", **same)
     avg = play(fedavg.ALGORITHM, federation, **same)
@@ -335,7 +335,7 @@ def test_who_does_not_reply_has_no_weight_and_keeps_its_embedding() -> None:
 
 
 def test_the_loom_as_written_dies_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    federation = small_federation(("nets:Normed",))
+    federation = small_federation(("testnets:Normed",))
     with caplog.at_level(logging.WARNING):
         played = play(ALGORITHM, federation, rounds=6)
     alive = [found["alive_heads"] for found in played.diagnostics]
@@ -348,7 +348,7 @@ def test_the_loom_as_written_dies_and_says_so_once(caplog: pytest.LogCaptureFixt
 
 
 def test_the_living_start_stays_alive_and_tells_clients_apart(caplog: pytest.LogCaptureFixture) -> None:
-    federation = small_federation(("nets:Normed",))
+    federation = small_federation(("testnets:Normed",))
     played = play(ALGORITHM, federation, rounds=40, start="alive", embed_init="random", local_lr=0.01)
     assert [found["alive_heads"] for found in played.diagnostics] == [3.0] * 40
     assert not caplog.records
@@ -368,7 +368,7 @@ def test_only_what_fedavg_sends_is_sent() -> None:
 
 
 def test_everybody_and_every_newcomer_gets_the_global_model() -> None:
-    federation = small_federation(("nets:Normed",), unseen=2)
+    federation = small_federation(("testnets:Normed",), unseen=2)
     played = play(ALGORITHM, federation, rounds=2, batchnorm="averaged", embed_init="random")
     newcomers = ALGORITHM.admit(played.setup, played.state, Cohort(3, federation.unseen), played.engine.ask)
     for sent in (ALGORITHM.personalise(played.setup, played.state, ("1",)), newcomers):

@@ -132,7 +132,7 @@ def test_a_round_of_fine_tuning_steps_on_the_loom_alone(step: str) -> None:
 
 
 def test_fine_tuning_leaves_encoder_embeddings_and_the_participants_loom_alone() -> None:
-    federation = small_federation(("nets:Normed",), unseen=2)
+    federation = small_federation(("testnets:Normed",), unseen=2)
     before, after = (play(ALGORITHM, federation, rounds=r, finetune_after=2, **SMALL) for r in (2, 5))
     assert (int(before.state.stage), int(after.state.stage)) == (0, 1)
     for part in ("loom", "embeddings", "optimiser", "encoder"):
@@ -169,7 +169,7 @@ def test_labels_play_no_part_in_admission() -> None:
 
 
 def test_a_newcomer_settles_running_statistics_of_its_own() -> None:
-    federation, ears = small_federation(("nets:Normed",), unseen=2), Ears()
+    federation, ears = small_federation(("testnets:Normed",), unseen=2), Ears()
     played = play(ALGORITHM, federation, rounds=2, finetune_after=1, **SMALL)
     admitted(played, ears=ears)
     assert ears.programs == ["encoder.describe", "statistics"] and ears.up == {"descriptor"}

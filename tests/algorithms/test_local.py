@@ -60,7 +60,7 @@ def test_clients_start_apart_and_one_that_is_not_asked_stays_where_it_is() -> No
 
 
 def test_the_deployed_model_is_the_clients_own() -> None:
-    played = play(ALGORITHM, small_federation(("nets:Normed",)), rounds=1)
+    played = play(ALGORITHM, small_federation(("testnets:Normed",)), rounds=1)
     deployed = ALGORITHM.client_deploy(None, {}, {}, played.engine.recall("3"))
     assert deployed == {part: played.engine.memory["3"][part] for part in ("params", "buffers")}
     assert int(deployed["buffers"]["norm.num_batches_tracked"]) == 4  # 7 samples: 2 batches in each of 2 passes

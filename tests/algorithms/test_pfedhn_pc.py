@@ -99,7 +99,7 @@ def test_a_client_does_what_torch_does_with_two_optimisers() -> None:
             torch.testing.assert_close(kept["head_optimiser"]["momentum"][name], momentum, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["lenet:kernels=2", "nets:Normed"])
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed"])
 def test_with_an_empty_head_it_is_pfedhn(model: str) -> None:
     federation = headless(small_federation((model,)))
     config = {"server_lr": 0.3, "hidden": 20, "clip": 0.0}

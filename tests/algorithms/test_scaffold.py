@@ -56,7 +56,7 @@ def test_a_part_of_the_clients_moves_the_control_variate_by_its_part() -> None:
 
 
 def test_the_first_round_is_fedavg_with_equal_weights() -> None:
-    federation = small_federation(("nets:Normed",), sizes=(6, 6, 6))
+    federation = small_federation(("testnets:Normed",), sizes=(6, 6, 6))
     extra = {"momentum": 0.0, "weight_decay": 0.01, "rounds": 1}
     one, avg = (play(method, federation, **extra) for method in (ALGORITHM, fedavg.ALGORITHM))
     for name, value in avg.state.params.items():

@@ -45,16 +45,24 @@ def fingerprint(tree: Tree) -> str:
     return hashlib.sha256(b"".join(leaf.numpy().tobytes() for _, leaf in leaves(tree))).hexdigest()
 
 
-@pytest.mark.parametrize("models", [SMALL, ("nets:Normed",), ("nets:Dropping",)], ids=["plain", "batchnorm", "dropout"])
+@pytest.mark.parametrize(
+    "models", [SMALL, ("testnets:Normed",), ("testnets:Dropping",)], ids=["plain", "batchnorm", "dropout"]
+)
 def test_vectorised_gives_what_sequential_gives(algorithm: Algorithm, models: tuple[str, ...]) -> None:
     federation = small_federation(models_for(algorithm, *models))
-    one, other = (play(algorithm, federation, engine) for engine in ("sequential", "vectorised"))
+    cohorts = [["0", "1", "2"], ["1", "3", "4"]]
+    one, other = (play(algorithm, federation, engine, cohorts=cohorts) for engine in ("sequential", "vectorised"))
     assert gap(everything(one), everything(other)) < 1e-9
 
 
-def test_loopback_gives_the_bits_of_sequential(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("batch_size", [1, 4, 99])
+def test_loopback_gives_the_bits_of_sequential(algorithm: Algorithm, batch_size: int) -> None:
     federation = small_federation(models_for(algorithm, *SMALL))
-    one, other = (play(algorithm, federation, engine) for engine in ("sequential", "loopback"))
+    cohorts = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]
+    one, other = (
+        play(algorithm, federation, engine, rounds=3, cohorts=cohorts, batch_size=batch_size, local_epochs=1)
+        for engine in ("sequential", "loopback")
+    )
     assert gap(everything(one), everything(other)) == 0.0
 
 

@@ -84,3 +84,9 @@ def test_importing_is_light():
     heavy = "('torch', 'sklearn', 'scipy', 'matplotlib', 'PIL', 'torchvision')"
     code = f"import sys, fedloom.data; fedloom.data.names(); assert not [m for m in {heavy} if m in sys.modules]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_of_another_kind_is_told_how_to_become_an_npz(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("1,2\n")
+    with pytest.raises(DataError, match="write your samples with np"):
+        load(tmp_path / "mine.csv")

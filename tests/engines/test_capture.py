@@ -12,7 +12,7 @@ from fedloom.engines.capture import CapturedSteps
 
 
 @pytest.mark.parametrize("method", algorithms.names())
-@pytest.mark.parametrize("model", ["mlp:hidden=5", "nets:Normed", "nets:Dropping"])
+@pytest.mark.parametrize("model", ["mlp:hidden=5", "testnets:Normed", "testnets:Dropping"])
 def test_steps_through_fixed_places_give_the_same(method: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = algorithms.get(method)
     federation = small_federation(models_for(algorithm, model))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("method", algorithms.names())
-@pytest.mark.parametrize("model", ["lenet:kernels=2", "nets:Normed", "nets:Dropping"])
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed", "testnets:Dropping"])
 def test_captured_steps_on_a_gpu_give_what_the_plain_loop_gives(
     method: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from fedloom.engines.auto import ENGINES, choose
 from fedloom.engines.engine import Outcome, refusals
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from nets import Explosive
+from testnets import Explosive
 
 FEDAVG = algorithms.get("fedavg")
 
@@ -26,7 +26,7 @@ FEDAVG = algorithms.get("fedavg")
 def test_a_client_that_raises_is_dropped_with_the_reason_and_the_others_count(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation = small_federation(("nets:Explosive",), sizes=(4, 3, 4))
+    federation = small_federation(("testnets:Explosive",), sizes=(4, 3, 4))
     # only client 1 has a batch of 3, alone; in a stack it is padded to 4, so there the whole group fails first
     original = ENGINES[engine].run_group
 
@@ -45,7 +45,7 @@ def test_a_client_that_raises_is_dropped_with_the_reason_and_the_others_count(
 
 
 def test_the_sequential_engine_says_stage_client_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    federation = small_federation(("nets:Explosive",), sizes=(4, 3))
+    federation = small_federation(("testnets:Explosive",), sizes=(4, 3))
     monkeypatch.setattr(Explosive, "fuses", (3,))
     played = play(FEDAVG, federation, rounds=1, local_epochs=1)
     (dropped,) = played.engine.books.dropped
@@ -152,3 +152,26 @@ def test_weights_are_the_numbers_of_samples_for_ragged_clients() -> None:
     for name in start:
         expected = start[name] - 0.05 * (grads[name] + 5e-5 * start[name])
         torch.testing.assert_close(played.state.params[name], expected, rtol=0, atol=1e-12)
+
+
+def test_auto_leaves_models_that_cannot_be_batched_to_the_plain_loop() -> None:
+    recurrent = Model(parse("testnets:Recurrent", (1, 6, 6), 3))
+    name, why = choose("auto", torch.device("cpu"), [recurrent], 10)
+    assert name == "sequential" and "testnets:Recurrent has operations that cannot run for many clients" in why
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_that_would_be_spoilt_is_not_kept(engine: str) -> None:
+    """One step with an endless rate: the reply's loss is from before it, the model after it is not a number."""
+    local, federation = algorithms.get("local"), small_federation()
+    federation.x[federation.roster["1"].rows["train"]] *= 1e300
+    played = play(local, federation, engine, rounds=1, local_epochs=1, batch_size=99, clip=0.0, local_lr=1e300)
+    assert [d.client for d in played.engine.books.dropped if "keep NaN or Inf" in d.reason or "NaN" in d.reason]
+    assert all(leaf.isfinite().all() for tree in played.engine.memory.values() for leaf in flatten(tree).values())
+
+
+def test_a_cohort_without_samples_changes_nothing() -> None:
+    federation = small_federation(sizes=(0, 5, 9, 0, 3))
+    played = play(FEDAVG, federation, rounds=1, cohorts=[["0", "3"]])
+    start = FEDAVG.init(played.setup).params
+    assert all(torch.equal(played.state.params[name], value) for name, value in start.items())

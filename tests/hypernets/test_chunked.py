@@ -124,7 +124,7 @@ def test_what_cannot_be_matched_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["mlp:hidden=5", "lenet:kernels=2", "nets:Dropping"])
+@pytest.mark.parametrize("name", ["mlp:hidden=5", "lenet:kernels=2", "testnets:Dropping"])
 def test_each_sample_goes_through_the_module_with_its_own_parameters(name: str) -> None:
     model = Model(parse(name, (1, 6, 6), 3), dtype=torch.float64)
     own = torch.vmap(lambda vector: from_vector(vector, model.shapes))(random(4, model.size))
@@ -133,13 +133,13 @@ def test_each_sample_goes_through_the_module_with_its_own_parameters(name: str) 
     for i in range(4):
         module = model.module({leaf: value[i] for leaf, value in own.items()}, {})
         torch.testing.assert_close(outputs[i], module(x[i : i + 1])[0].detach(), rtol=0, atol=1e-10)
-    if name != "nets:Dropping":
+    if name != "testnets:Dropping":
         trained = classify(model, {}, own, {}, x, fold(key(0), torch.arange(4)))
         torch.testing.assert_close(trained, outputs, rtol=0, atol=1e-10)
 
 
 def test_dropout_is_drawn_for_each_sample() -> None:
-    model = Model(parse("nets:Dropping", (1, 6, 6), 3), dtype=torch.float64)
+    model = Model(parse("testnets:Dropping", (1, 6, 6), 3), dtype=torch.float64)
     common, x = model.init(0), torch.ones(3, 1, 6, 6, dtype=torch.float64)
     own = {"out.bias": common["out.bias"].expand(3, 3)}
     keys = torch.stack([key(0), key(1), key(0)])
@@ -173,10 +173,10 @@ def test_batchnorm_is_refused_in_one_sentence() -> None:
     needs = PerSampleNeeds(same_model=True)
     fine = setup_of(small_federation(("lenet:kernels=2",)), ALGORITHM.config())
     assert needs.violations(fine, "It") == []
-    normed = setup_of(small_federation(("nets:Normed",)), ALGORITHM.config())
+    normed = setup_of(small_federation(("testnets:Normed",)), ALGORITHM.config())
     assert needs.violations(normed, "It") == [
-        "It gives every sample a network of its own, without batch statistics; nets:Normed has BatchNorm. "
+        "It gives every sample a network of its own, without batch statistics; testnets:Normed has BatchNorm. "
         "Choose a --model without it."
     ]
-    both = setup_of(small_federation(("nets:Normed", "mlp:hidden=5")), ALGORITHM.config())
+    both = setup_of(small_federation(("testnets:Normed", "mlp:hidden=5")), ALGORITHM.config())
     assert len(needs.violations(both, "It")) == 2

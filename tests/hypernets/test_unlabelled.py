@@ -137,6 +137,8 @@ def test_an_architecture_that_nobody_has_is_refused() -> None:
 
 
 def test_an_ensemble_of_models_with_running_statistics_is_refused() -> None:
-    federation, played, woven = trained(models=("nets:Normed",))
-    with pytest.raises(NeedsError, match="An ensemble needs models without running statistics; nets:Normed has some"):
+    federation, played, woven = trained(models=("testnets:Normed",))
+    with pytest.raises(
+        NeedsError, match="An ensemble needs models without running statistics; testnets:Normed has some"
+    ):
         ensemble(played.setup, woven, federation.unseen)

@@ -42,16 +42,16 @@ def test_scores_are_means_over_exactly_the_clients_samples(engine: str, batch_si
     assert {client: dict(tree) for client, tree in played.engine.memory.items()} == before
 
 
-def test_a_client_whose_model_gives_nan_has_no_score() -> None:
-    federation = small_federation()
-    setup = setup_of(federation, ALGORITHM.config())
-    state = ALGORITHM.init(setup)
-    poisoned = federation.x.clone()
-    poisoned[torch.as_tensor(federation.roster["1"].of("test"))[0]] = float("nan")
-    object.__setattr__(federation, "x", poisoned)
-    engine = ENGINES["vectorised"](federation, ALGORITHM, setup.config, 0)
-    scores = evaluate(
-        ALGORITHM, lambda c: ALGORITHM.personalise(setup, state, c), setup.clients, "test", engine.ask, batch_size=2
-    )
-    assert set(scores) == set(setup.clients) - {"1"}
-    assert [drop.client for drop in engine.books.dropped] == ["1"]
+def test_a_client_whose_predictions_are_no_numbers_counts_with_the_worst_score() -> None:
+    from conftest import play, small_federation
+    from fedloom import algorithms
+    from fedloom.metrics.evaluation import DIVERGED, evaluate
+
+    fedavg, federation = algorithms.get("fedavg"), small_federation()
+    played = play(fedavg, federation, rounds=1)
+    federation.x[federation.roster["2"].rows["test"]] = float("nan")
+    played.engine.begin("evaluation")
+    sent = lambda clients: fedavg.personalise(played.setup, played.state, clients)  # noqa: E731
+    scores = evaluate(fedavg, sent, federation.participants, "test", played.engine.ask)
+    assert set(scores) == set(federation.participants)
+    assert scores["2"].metric == 0.0 and scores["2"].loss > 0.9 * DIVERGED and scores["2"].samples == 5

@@ -65,7 +65,7 @@ def test_a_second_export_goes_over_the_first(odd: fedloom.Run, tmp_path: Path) -
 
 
 def test_running_statistics_are_exported_too(tmp_path: Path) -> None:
-    model = Model(parse("nets:Normed", (1, 6, 6), 3))
+    model = Model(parse("testnets:Normed", (1, 6, 6), 3))
     buffers = model.fresh_buffers()
     buffers["norm.running_mean"] += 2
     deployed = {"params": model.init(1), "buffers": buffers}

@@ -270,6 +270,7 @@ ALGORITHM = Algorithm(
     client_deploy=fedavg.client_deploy,
     admit=admit,
     admit_labels=False,
+    carries_prior=False,
     cohort=20,  # the advanced and the extreme setting of Table 1
     needs=Needs(same_model=True),
 )

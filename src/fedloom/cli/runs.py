@@ -23,6 +23,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 def resume(
     run: RunPath,
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to round N.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="TEXT", help="Another device than the run began on.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")] = False,
 ) -> None:
@@ -31,10 +32,14 @@ def resume(
     Example: fedloom resume runs/pfedhn-digits-seed0 --rounds 200
     """
     from fedloom import api
+    from fedloom.runs.directory import RunDirectory
 
     progress = JSON if json else QUIET if quiet else AUTO
+    had_finished = (RunDirectory.open(run).summary() or {}).get("finished") and rounds is None
     with stoppable(run, f" --rounds {rounds}" if rounds is not None else ""):
-        done = api.resume(run, rounds=rounds, progress=progress)
+        done = api.resume(run, rounds=rounds, device=device, progress=progress)
+    if had_finished:
+        typer.echo(f"{run} had finished; give --rounds N to go further.", err=True)
     finished(done, progress)
 
 

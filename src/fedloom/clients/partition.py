@@ -14,9 +14,8 @@ their own; hence another ``unseen_scheme`` leaves the participants as they are.
 **Natural groups** ("group:NAME"). A client is a group: a writer, an alphabet. With more groups than clients,
 the seeded stream chooses which to use; with fewer, a group is divided evenly, stratified by class, among
 several clients (pFedHN 5.5: 20 coarse classes, 100 clients). Unseen clients are whole clients chosen among
-these. The published split is kept if every client has samples in all its pools; otherwise (in QMNIST the test
-writers are other people than the training writers) each client's own samples are cut by the shares, and a
-note says so.
+these. A split that is given is kept, unless it runs between clients and not within them (in QMNIST the test writers
+are other people than the training writers): then each client's own samples are cut, and a note says so.
 
 Every participant ends with at least one training sample. Where a scheme left it none, single samples move
 from the then largest participant, and a note says how many. Empty val and test sets are allowed and noted.
@@ -370,7 +369,8 @@ def _by_group(task: _Task, name: str, groups: Mapping[str, np.ndarray]) -> Parti
     owner = np.append(np.argsort(order), NOBODY)[slot]  # the last entry is for slot -1
     notes = _note_spare(name, copies, owner)
 
-    if lacking := _lacking(owner, pool, total):
+    lacking = _lacking(owner, pool, total)
+    if lacking == total and task.published is not None:  # a split by clients, not within them
         notes.append(
             f"the published split is not used: {lacking:,} of {total:,} clients have no samples in one of "
             "its pools, so each client's own samples are cut"

@@ -12,7 +12,8 @@ from fedloom.core.trees import PerClient, tree_map
 
 def weighted_mean(replies: PerClient, branch: str, weight: str = "num_samples") -> Any:
     """The mean over clients of ``reply[branch]``, a tree or a tensor, weighted by ``reply[weight]``."""
-    total = sum(tree[weight].sum() for _, tree in replies.groups)
+    total = torch.stack([tree[weight].sum() for _, tree in replies.groups]).sum()
+    total = torch.where(total > 0, total, torch.ones_like(total))  # clients without samples change nothing
 
     def one(*leaves: torch.Tensor) -> torch.Tensor:
         parts = [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -53,7 +54,7 @@ def _check_range(field: dataclasses.Field[Any], number: float) -> None:
     wanted += [f"at most {high}"] if high is not None else []
     # written so that NaN fails
     fine = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
-    if number != number or not fine:
+    if not math.isfinite(number) or not fine:
         raise ConfigError(
             f"{flag(field.name)} is {number}; it must be {' and '.join(wanted) or 'a number'}. "
             f"Leave it out to use {field.default}."

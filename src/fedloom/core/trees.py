@@ -121,7 +121,8 @@ class PerClient(Mapping[ClientId, Tree]):
 
     def __getitem__(self, client: ClientId) -> Tree:
         group, row = self._at[client]
-        picked: Tree = tree_map(lambda leaf: leaf[row], self.groups[group][1])
+        # a copy: it keeps no stack alive, and its place in memory, on which last bits can depend, is always the same
+        picked: Tree = tree_map(lambda leaf: leaf[row].clone(), self.groups[group][1])
         return picked
 
     def __iter__(self) -> Iterator[ClientId]:

@@ -26,4 +26,5 @@ def decode(data: bytes, device: torch.device | str = "cpu") -> dict[str, Any]:
     flat = safetensors.torch.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     order = json.loads(header["__metadata__"]["order"])
-    return unflatten({path: flat[path].to(device) for path in order})
+    # a copy: inside of the bytes tensors lie unaligned, and the last bits of a sum can depend on that
+    return unflatten({path: flat[path].clone().to(device) for path in order})

@@ -59,6 +59,10 @@ def load(name_or_path: str | Path, data_root: str | Path | None = None) -> Array
         return from_npz(path)
     if path.is_dir():
         return from_folder(path)
+    if path.is_file():
+        raise DataError(
+            f'{name} is no .npz file; write your samples with np.savez("mine.npz", x=x, y=y) and give that file.'
+        )
     if "/" in name or os.sep in name:
         raise DataError(
             f"There is no folder {name}; give a folder with one .npz per client or a path that ends in .npz."

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedloom.core.contract import Model
 from fedloom.core.errors import unknown
+from fedloom.core.trees import Params, Tree, stack
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.loopback import Loopback
 from fedloom.engines.sequential import Sequential
@@ -23,13 +26,33 @@ def choose(name: str, device: torch.device, models: Iterable[Model], cohort: int
         if name not in ENGINES:
             raise unknown("engine", name, ["auto", *ENGINES])
         return name, "as asked"
+    distinct = {model.spec: model for model in models}.values()
+    if device.type == "cpu" and cohort == 1:
+        return "sequential", "a cohort of one client has nothing to batch"
+    if device.type == "cpu" and any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
+        return "sequential", "on a CPU, convolutions of many clients at once are no faster than one after another"
+    for model in distinct:
+        if not batchable(model):
+            return "sequential", f"{model.spec} has operations that cannot run for many clients at once"
     if device.type != "cpu":
         return "vectorised", f"on {device.type} a cohort is one batch"
-    if cohort == 1:
-        return "sequential", "a cohort of one client has nothing to batch"
-    if any(len(shape) > 2 for model in models for shape in model.shapes.values()):
-        return (
-            "sequential",
-            "on a CPU, convolutions of many clients at once are no faster than one after another",
-        )
     return "vectorised", "on a CPU, dense models of many clients are faster in one batch"
+
+
+def batchable(model: Any) -> bool:
+    """Whether two clients of the model can be trained and tried as one: found by doing so, on zeros."""
+    params, buffers = stack([model.init(0)] * 2), stack([model.fresh_buffers()] * 2)
+    x = torch.zeros(2, 2, *model.spec.input_shape, device=model.device, dtype=model.dtype)
+    mask = torch.ones(2, dtype=torch.bool, device=model.device)
+    key = torch.zeros((), dtype=torch.int64, device=model.device)
+
+    def loss(params: Params, buffers: Tree, x: Tensor) -> Tensor:
+        outputs: Tensor = model.train(params, buffers, x, mask, key)[0]
+        return outputs.sum()
+
+    try:
+        torch.func.vmap(torch.func.grad(loss))(params, buffers, x)
+        torch.func.vmap(model)(params, buffers, x)
+    except Exception:
+        return False
+    return True

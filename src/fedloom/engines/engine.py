@@ -23,6 +23,8 @@ from fedloom.core.random import seed_of, stream
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.allocator import keep_freed_memory
 
+SPOILT = "would keep NaN or Inf in its memory; it keeps what it had"
+
 
 class Dropped(NamedTuple):
     """A client whose reply was not used, and why."""
@@ -170,6 +172,8 @@ class AbstractEngine(abc.ABC):
             self.books.bytes_up += num_bytes(replies)
             expected = program.expects(shared, mine[clients[0]])
             reasons = refusals(expected, replies, len(clients))
+            kept = outcome.memories.pick(clients)
+            reasons = [r or (None if fine else SPOILT) for r, fine in zip(reasons, _finite(kept, len(clients)))]
             good = [c for c, reason in zip(clients, reasons) if reason is None]
             self.books.dropped += [Dropped(c, program.name, r) for c, r in zip(clients, reasons) if r is not None]
             self.memory.update((client, outcome.memories[client]) for client in good)
@@ -207,7 +211,11 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
     for path in [*wanted, *got]:
         if wanted.get(path) != got.get(path):
             return [f"replied with shape {got.get(path)} for {path}; expected {wanted.get(path)}"] * number
-    if not got:
-        return [None] * number
-    finite = torch.stack([leaf.isfinite().reshape(number, -1).all(1) for _, leaf in leaves(replies)]).all(0)
-    return [None if fine else "replied with NaN or Inf" for fine in finite.tolist()]
+    return [None if fine else "replied with NaN or Inf" for fine in _finite(replies, number)]
+
+
+def _finite(trees: Tree, number: int) -> list[bool]:
+    """Which trees of a stack hold finite numbers only."""
+    rows = [leaf.isfinite().reshape(number, -1).all(1) for _, leaf in leaves(trees) if leaf.numel()]
+    found: list[bool] = torch.stack(rows).all(0).tolist() if rows else [True] * number
+    return found

@@ -16,6 +16,9 @@ from torch import Tensor
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent
 from fedloom.core.trees import ClientId, Tree
 
+DIVERGED = 1e30
+"""The loss of a sample whose prediction is not a number."""
+
 
 class Score(NamedTuple):
     """A client's result on a split: means over its samples."""
@@ -34,10 +37,12 @@ def evaluate(
     *,
     batch_size: int = 256,
     at_once: int = 100,
+    higher_is_better: bool = True,
 ) -> dict[ClientId, Score]:
     """The scores of ``clients``, which must have samples in ``split``; ``sent(clients)`` is what they deploy.
 
-    ``at_once`` bounds how many models exist at a time.
+    ``at_once`` bounds how many models exist at a time. A client that gives no usable reply scores the worst there is:
+    a method must not gain by losing its hard clients.
     """
     program = evaluation_program(algorithm, split, batch_size)
     scores: dict[ClientId, Score] = {}
@@ -47,7 +52,8 @@ def evaluate(
             columns = (reply[name].tolist() for name in ("loss", "metric", "samples"))
             for client, loss, metric, samples in zip(members, *columns):
                 scores[client] = Score(loss / samples, metric / samples, round(samples))
-    return scores
+    worst = 0.0 if higher_is_better else DIVERGED
+    return {client: scores.get(client, Score(DIVERGED, worst, 1)) for client in clients}
 
 
 @cache
@@ -72,9 +78,12 @@ def _init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tr
 
 def _step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: Batch) -> _Sums:
     outputs = algorithm.predict(home, carry.deployed, batch.x)
+    loss, metric = home.task.loss(outputs, batch.y), home.task.metric(outputs, batch.y)
+    worst = 0.0 if home.task.higher_is_better else DIVERGED
+    fine = outputs.isfinite().flatten(1).all(1) & loss.isfinite()
     return carry._replace(
-        loss=carry.loss + batch.sum(home.task.loss(outputs, batch.y)),
-        metric=carry.metric + batch.sum(home.task.metric(outputs, batch.y)),
+        loss=carry.loss + batch.sum(torch.where(fine, loss, DIVERGED)),
+        metric=carry.metric + batch.sum(torch.where(fine, metric, worst)),
         samples=carry.samples + batch.mask.sum(),
     )
 

@@ -38,7 +38,7 @@ class RunOptions:
     engine: str = option("auto", "auto, sequential, vectorised or loopback.")
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(
-        0, "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice.", low=0
+        0, "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice.", low=0, high=1024
     )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     seed: int = option(0, "Seed of everything random.", low=0)

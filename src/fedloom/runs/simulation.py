@@ -152,7 +152,14 @@ class Simulation:
         """The scores of participants on a split of their own data."""
         chosen = self.federation.having(split, self.setup.clients if clients is None else clients)
         self.engine.begin(f"evaluation after round {self.round}")
-        return evaluate(self.algorithm, self._personal, chosen, split, self.engine.ask)
+        return evaluate(
+            self.algorithm,
+            self._personal,
+            chosen,
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
 
     def settle(self) -> None:
         """Bring the state into the form in which it is evaluated and deployed."""
