@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from testnets import Normed
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -23,6 +22,7 @@ from fedloom.core.trees import Tree, flatten, leaves
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
 from fedloom.runs.directory import RunDirectory
+from testnets import Normed
 
 TINY = {"clients": 4, "rounds": 2, "local_steps": 2, "model": "mlp:hidden=8", "progress": "quiet"}
 VAL = "deployed/participants/val/accuracy"

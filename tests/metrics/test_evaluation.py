@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from conftest import play, setup_of, small_federation
+from conftest import play, small_federation
 from fedloom.algorithms.fedavg import ALGORITHM
 from fedloom.core.contract import Sent
-from fedloom.engines.auto import ENGINES
 from fedloom.metrics.evaluation import evaluate
 
 
