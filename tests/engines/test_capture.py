@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured steps give what plain steps give. Without a GPU the same code runs unrecorded; with one, as a graph."""
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import models_for, play, small_federation
 from fedloom import algorithms
+from fedloom.clients.batching import PaddedSchedule, Schedule
+from fedloom.core.contract import Batch
 from fedloom.core.trees import flatten
 from fedloom.engines import vectorised
-from fedloom.engines.capture import CapturedSteps
+from fedloom.engines.capture import CapturedSteps, Recordings
 
 
 @pytest.mark.parametrize("method", algorithms.names())
@@ -31,3 +34,42 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
     one, other = flatten(plain.state._asdict()), flatten(places.state._asdict())
     for path in one:
         torch.testing.assert_close(other[path], one[path], rtol=0, atol=1e-10)
+
+
+def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recorded_is_run_plainly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(times: int) -> tuple[Recordings, list[object]]:
+        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [])
+        plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
+        facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
+        return recordings, [recordings.run("p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here\nlong story")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    recordings, after = run(4)
+    assert recordings.notes == ["p cannot be compiled: no compiler here"]
+    assert [carry["total"].tolist() for carry in after] == [[10.0]] * 4
+    monkeypatch.setattr(CapturedSteps, "run", refuse)
+    recordings, after = run(2)
+    assert recordings.notes == ["p cannot be recorded: no compiler here"] and after == [None, None]
+
+
+def _count(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+    return {"total": carry["total"] + 1}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_a_step_leaves_alone_is_not_copied_and_clients_that_are_done_keep_what_they_have(ragged: bool) -> None:
+    def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        return {"start": carry["start"], "total": carry["total"] + batch.x.sum()}
+
+    steps = (3, 1) if ragged else (3, 3)
+    plan = PaddedSchedule.of([Schedule([np.array([c])] * number, [0] * number) for c, number in enumerate(steps)])
+    data = (torch.tensor([[1.0], [10.0]]), torch.zeros(2))
+    facts, carry = (torch.ones(2), torch.ones(2, dtype=torch.int64)), {"start": torch.ones(2), "total": torch.zeros(2)}
+    captured = CapturedSteps(step, {}, facts, carry, data, width=1, capacity=4, ragged=ragged)
+    assert len(captured._places) == 1
+    assert captured.run(plan, {}, facts, carry)["total"].tolist() == [3.0, 10.0 * steps[1]]

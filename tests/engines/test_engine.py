@@ -175,3 +175,34 @@ def test_a_cohort_without_samples_changes_nothing() -> None:
     played = play(FEDAVG, federation, rounds=1, cohorts=[["0", "3"]])
     start = FEDAVG.init(played.setup).params
     assert all(torch.equal(played.state.params[name], value) for name, value in start.items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cohort_that_memory_has_no_room_for_runs_in_parts_and_gives_the_same(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = small_federation(sizes=(4, 3, 4, 5, 4, 4, 4))
+    whole = play(FEDAVG, federation, engine, rounds=2)
+    original, tried = ENGINES[engine].run_group, []
+
+    def with_room_for_two(self, program, clients, shared, mine):
+        tried.append(len(clients))
+        if len(clients) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return original(self, program, clients, shared, mine)
+
+    monkeypatch.setattr(ENGINES[engine], "run_group", with_room_for_two)
+    parts = play(FEDAVG, federation, engine, rounds=2)
+    assert tried == [7, 4, 2, 2, 3, 2, 1, 2, 2, 2, 1]  # the second round knows
+    assert parts.engine.notes[-1] == "fedavg.train runs at most 2 clients at a time: memory has no room for 3"
+    for name, value in whole.state.params.items():
+        torch.testing.assert_close(parts.state.params[name], value)
+
+
+def test_a_client_that_memory_has_no_room_for_is_dropped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(self, program, clients, shared, mine):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(ENGINES["vectorised"], "run_group", no_room)
+    with pytest.raises(RoundError, match="does not fit into memory: CUDA out of memory"):
+        play(FEDAVG, small_federation(), "vectorised", rounds=1)

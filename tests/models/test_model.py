@@ -18,7 +18,7 @@ from torch.func import grad, vmap
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, key
 from fedloom.models.model import Model
-from fedloom.models.spec import ModelSpec
+from fedloom.models.spec import ModelSpec, parse
 
 KEY = key("step")
 
@@ -458,3 +458,23 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     params = {**model.init(0), "out.bias": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"out.bias of shape \(1,\)"):
         model.module(params, model.fresh_buffers())
+
+
+@pytest.mark.parametrize("name", ["lenet:kernels=2", "testnets:Normed", "testnets:Dropping"])
+def test_training_in_bfloat16_is_near_and_keeps_parameters_gradients_and_statistics_in_float32(name: str) -> None:
+    exact, narrow = (Model(parse(name, (1, 8, 8), 3), training_dtype=kind) for kind in (None, torch.bfloat16))
+    params, buffers = exact.init(0), exact.fresh_buffers()
+    x, mask = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) < 5
+    results = []
+    for model in (exact, narrow):
+        leaves = {n: v.clone().requires_grad_() for n, v in params.items()}
+        outputs, after = model.train(leaves, buffers, x, mask, torch.tensor(3))
+        grads = torch.autograd.grad(outputs.square().sum(), list(leaves.values()))
+        assert {t.dtype for t in [outputs, *grads, *(b for b in after.values() if b.is_floating_point())]} == {
+            torch.float32
+        }
+        results.append((outputs, grads, after))
+    assert not torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0.05, atol=0.05)
+    for one, other in zip(results[0][1], results[1][1]):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)

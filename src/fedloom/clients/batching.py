@@ -52,10 +52,12 @@ class PaddedSchedule:
         padded = np.zeros((steps, clients, size), dtype=np.int64)
         sizes, epochs = np.zeros((2, steps, clients), dtype=np.int64)
         for c, plan in enumerate(schedules):
+            own = [len(rows) for rows in plan.rows]
+            sizes[: len(own), c], epochs[: len(own), c] = own, plan.epochs
+            if own and min(own) == size:
+                padded[: len(own), c] = plan.rows
+                continue
             for t, rows in enumerate(plan.rows):
                 padded[t, c, : len(rows)] = rows
                 padded[t, c, len(rows) :] = rows[0]
-                sizes[t, c] = len(rows)
-            epochs[: len(plan.epochs), c] = plan.epochs
-        active = np.array([sum(len(s.rows) > t for s in schedules) for t in range(steps)], dtype=np.int64)
-        return cls(padded, sizes, epochs, active)
+        return cls(padded, sizes, epochs, (sizes > 0).sum(1))

@@ -4,16 +4,19 @@
 A small model's step is hundreds of kernels of a few microseconds, and launching them costs more than running them. A
 graph launches all of them at once. It reads and writes fixed places in memory, so everything that changes from ask to
 ask is copied there first: what was sent, the carry, and the schedule, through which a counter on the device walks.
+Where a step is replayed often enough to pay for it, ``torch.compile`` fuses its kernels before they are recorded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fedloom.clients.batching import PaddedSchedule
@@ -24,28 +27,110 @@ Step = Callable[[Any, Any, Any, Batch], Any]
 """(shared, facts, carry, batch) -> carry, for one client."""
 
 
-class CapturedSteps:
-    """The steps of one kind of ask: same program, same shapes, at most ``capacity`` steps."""
+MIN_RECORDED_STEPS = 8
+"""Recording a graph costs about four steps."""
 
-    def __init__(self, step: Step, shared: Any, facts: Any, carry: Any, data: tuple[Tensor, Tensor], width: int,
-                 capacity: int) -> None:  # fmt: skip
+CAPACITY = 64
+"""Graphs are made for multiples of this many steps, so that asks of nearly equal length share one."""
+
+MIN_COMPILED_STEPS = 50_000
+"""Compiling costs half a minute: it is for steps of which this many are still to come."""
+
+KEPT = 16
+"""Graphs kept at a time: each has memory of its own."""
+
+
+class Recordings:
+    """The recorded steps of a run, by kind of ask. ``notes`` is told of steps that cannot be recorded or compiled."""
+
+    def __init__(self, data: tuple[Tensor, Tensor], notes: list[str]) -> None:
+        self.data, self.notes = data, notes
+        self.kept: dict[Any, CapturedSteps] = {}  # the one used last is last
+        self._uses: Counter[Any] = Counter()
+        self._ways: dict[Any, list[str]] = {}
+
+    def run(
+        self, name: str, plan: PaddedSchedule, step: Step, shared: Any, facts: Any, carry: Any, rounds_left: int
+    ) -> Any:
+        """The carry after every step of ``plan``; None where the steps are few or cannot be recorded."""
+        steps = len(plan.active)
+        if steps < MIN_RECORDED_STEPS:
+            return None
+        width, capacity, ragged = plan.rows.shape[2], -(-steps // CAPACITY) * CAPACITY, plan.active[-1] < len(facts[0])
+        shapes = pytree.tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype), (shared, facts, carry))
+        kind = (name, str(pytree.tree_flatten(shapes)), width, capacity, bool(ragged))
+        ways = self._ways.setdefault(kind, ["recorded"])
+        self._uses[kind] += 1
+        if self._uses[kind] == 3 and ways and rounds_left * steps >= MIN_COMPILED_STEPS:
+            self.kept.pop(kind, None)  # to be recorded anew
+            ways.insert(0, "compiled")
+        while ways:
+            made = self.kept.pop(kind, None)
+            try:
+                made = made or CapturedSteps(
+                    step, shared, facts, carry, self.data, width, capacity,
+                    ragged=bool(ragged), compiled=ways[0] == "compiled",
+                )  # fmt: skip
+                after = made.run(plan, shared, facts, carry)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if made is not None and made.graph is not None:
+                    raise
+                self.notes.append(f"{name} cannot be {ways.pop(0)}: {str(error).splitlines()[0]}")
+                continue
+            self.kept[kind] = made
+            for oldest in list(self.kept)[:-KEPT]:
+                del self.kept[oldest]
+            return after
+        return None
+
+
+class CapturedSteps:
+    """The steps of one kind of ask: same program, same shapes, at most ``capacity`` steps.
+
+    ``ragged``: some clients may have fewer steps than others; they keep their carry when they are done.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        shared: Any,
+        facts: Any,
+        carry: Any,
+        data: tuple[Tensor, Tensor],
+        width: int,
+        capacity: int,
+        *,
+        ragged: bool = True,
+        compiled: bool = False,
+    ) -> None:
         device, clients = data[0].device, len(facts[0])
-        self.capacity, self.width = capacity, width
-        self.step, self.data = step, data
-        self.inputs = pytree.tree_map(torch.clone, (shared, facts, carry))
+        self.step, self.ragged = step, ragged
         self.rows = torch.zeros(capacity, clients, width, dtype=torch.int64, device=device)
-        self.sizes, self.epochs = torch.ones(2, capacity, clients, dtype=torch.int64, device=device)
+        self.sizes, self.epochs, self.keys = torch.ones(3, capacity, clients, dtype=torch.int64, device=device)
         self.steps = torch.full((clients,), capacity, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.inputs = pytree.tree_map(torch.clone, (shared, facts, carry))
+        tables = (self.rows, self.sizes, self.epochs, self.keys)
+        self._everything, self._structure = pytree.tree_flatten((self.inputs, tables, self.steps, self.counter, data))
+        self._changes = self._find_changes()
+        self._places = [p for p, changed in zip(pytree.tree_leaves(self.inputs[2]), self._changes) if changed]
+        self._run: Callable[..., list[Tensor]] = self._next
+        if compiled:
+            # traced down to plain operators first, so that the compiler meets neither vmap nor grad
+            traced = make_fx(self._next)(*self._everything)
+            self._run = torch.compile(traced, dynamic=False, fullgraph=True)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, plan: PaddedSchedule, shared: Any, facts: Any, carry: Any) -> Any:
-        """Every step of ``plan``; the carry at the end, which is overwritten by the next run."""
+        """Every step of ``plan``; the carry at the end."""
         number = len(plan.active)
         _copy(self.inputs, (shared, facts, carry))
         self.rows[:number, :, : plan.rows.shape[2]].copy_(torch.from_numpy(plan.rows))
         self.sizes[:number].copy_(torch.from_numpy(plan.sizes))
         self.epochs[:number].copy_(torch.from_numpy(plan.epochs))
+        self.keys.copy_(fold(facts[1], torch.arange(len(self.keys), device=self.keys.device)[:, None]))
         self.steps.copy_(torch.from_numpy((plan.sizes > 0).sum(0)))
         self.counter.zero_()
         if self.graph is None and self.counter.is_cuda:
@@ -63,7 +148,7 @@ class CapturedSteps:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._next()
+                self._run(*self._everything)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -71,29 +156,41 @@ class CapturedSteps:
         return graph
 
     def _advance(self) -> None:
-        _copy(self.inputs[2], self._next())
+        _copy(self._places, self._run(*self._everything))
         self.counter.add_(1)
 
-    def _next(self) -> Any:
-        """The carry after the step that the counter points at; a client that is done keeps its carry."""
-        shared, facts, carry = self.inputs
-        rows, sizes, epochs = (t.index_select(0, self.counter)[0] for t in (self.rows, self.sizes, self.epochs))
-        number = self.counter[0]
-        batch = Batch(
-            self.data[0][rows],
-            self.data[1][rows],
-            torch.arange(self.width, device=rows.device) < sizes[:, None],
-            number.expand(len(rows)),
-            epochs,
-            fold(facts[1], number),
-        )
-        working = self.steps > number
+    def _next(self, *everything: Tensor) -> list[Tensor]:
+        """The leaves of the carry that a step changes, after the step that the counter points at."""
+        (shared, facts, carry), tables, steps, counter, data = pytree.tree_unflatten(everything, self._structure)
 
-        def step(facts: Any, carry: Any, batch: Batch, working: Tensor) -> Any:
+        def step(facts: Any, carry: Any, batch: Batch, working: Tensor) -> list[Tensor]:
+            before = pytree.tree_leaves(carry)
+            after = pytree.tree_leaves(self.step(shared, facts, carry, batch))
+            pairs = [(new, old) for new, old, changes in zip(after, before, self._changes) if changes]
+            return [torch.where(working, new, old) if self.ragged else new for new, old in pairs]
+
+        changed: list[Tensor] = vmap(step)(facts, carry, _batch(tables, counter, data), steps > counter)
+        return changed
+
+    def _find_changes(self) -> list[bool]:
+        """Which leaves of the carry a step changes; the others need not be copied."""
+        (shared, facts, carry), tables, _, counter, data = pytree.tree_unflatten(self._everything, self._structure)
+        found: list[bool] = []
+
+        def step(facts: Any, carry: Any, batch: Batch) -> Tensor:
             after = self.step(shared, facts, carry, batch)
-            return pytree.tree_map(lambda new, old: torch.where(working, new, old), after, carry)
+            found.extend(new is not old for new, old in zip(pytree.tree_leaves(after), pytree.tree_leaves(carry)))
+            return batch.step
 
-        return vmap(step)(facts, carry, batch, working)
+        vmap(step)(facts, carry, _batch(tables, counter, data))
+        return found
+
+
+def _batch(tables: tuple[Tensor, ...], counter: Tensor, data: tuple[Tensor, Tensor]) -> Batch:
+    """The batches of all clients in the step that the counter points at."""
+    rows, sizes, epochs, keys = (table.index_select(0, counter)[0] for table in tables)
+    real = torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]
+    return Batch(data[0][rows], data[1][rows], real, counter.expand(len(rows)), epochs, keys)
 
 
 def _copy(places: Any, values: Any) -> None:

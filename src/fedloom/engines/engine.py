@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +73,8 @@ class AbstractEngine(abc.ABC):
         self.memory: dict[ClientId, Tree] = {}
         self.books = Books()
         self.notes: list[str] = []
+        self.rounds_left = 0
+        self._room: dict[tuple[str, Hashable], int] = {}
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0
         self._asks = 0
@@ -95,8 +97,9 @@ class AbstractEngine(abc.ABC):
         self.books.bytes_down += num_bytes(shared) * len(mine) + sum(num_bytes(tree) for _, tree in mine.groups)
         usable: list[tuple[Sequence[ClientId], Tree]] = []
         for group in self._groups(mine):
-            for outcome in self._attempt(program, group, shared, mine):
-                usable += self._accept(program, shared, mine, outcome)
+            for part in self._parts(program, group):
+                for outcome in self._attempt(program, part, shared, mine):
+                    usable += self._accept(program, shared, mine, outcome)
         self.books.last_answer = time.perf_counter()
         self.books.asking += self.books.last_answer - start
         if mine and not usable:
@@ -152,16 +155,48 @@ class AbstractEngine(abc.ABC):
                 alike.setdefault(shape, []).append(client)
         return list(alike.values())
 
+    def _parts(self, program: Program, group: list[ClientId]) -> list[list[ClientId]]:
+        """The group in equal parts that memory has room for, as far as is known."""
+        number = -(-len(group) // self._room.get(self._kind(program, group), len(group)))
+        size = -(-len(group) // number)
+        return [group[start : start + size] for start in range(0, len(group), size)]
+
     def _attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
-        """Run a group; if it fails, run its clients one by one, so that only the faulty ones are lost."""
+        """Run a group; if it is too large for memory run its halves, if it fails otherwise its clients one by one."""
         try:
             return [self.run_group(program, group, shared, mine)]
+        except torch.OutOfMemoryError as error:
+            reason = f"does not fit into memory: {str(error).partition('. ')[0]}"
+            parts = [group] if self.free_memory() else self._halves(program, group)
         except Exception as error:
-            if len(group) > 1:
-                return [outcome for c in group for outcome in self._attempt(program, [c], shared, mine)]
             reason = str(error) if isinstance(error, ClientFault) else f"raised {type(error).__name__}: {error}"
+            parts = [[client] for client in group] if len(group) > 1 else []
+            if parts:
+                self._note(f"{program.name} failed for {len(group)} clients at once, who ran one by one: {reason}")
+        # outside of the handlers, so that the error no longer holds on to tensors
+        if not parts:
             self.books.dropped.append(Dropped(group[0], program.name, reason))
+        return [outcome for part in parts for outcome in self._attempt(program, part, shared, mine)]
+
+    def _halves(self, program: Program, group: list[ClientId]) -> list[list[ClientId]]:
+        """Both halves of a group that was too large, which is remembered; nothing of a single client."""
+        if len(group) == 1:
             return []
+        room = (len(group) + 1) // 2
+        self._room[self._kind(program, group)] = room
+        self._note(f"{program.name} runs at most {room} clients at a time: memory has no room for {len(group)}")
+        return [group[:room], group[room:]]
+
+    def _kind(self, program: Program, group: list[ClientId]) -> tuple[str, Hashable]:
+        return program.name, self.federation.roster[group[0]].model.spec
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def free_memory(self) -> bool:
+        """Give back memory that was kept for speed; whether there was any."""
+        return False
 
     def _accept(
         self, program: Program, shared: Tree, mine: PerClient, outcome: Outcome
@@ -216,6 +251,7 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
 
 def _finite(trees: Tree, number: int) -> list[bool]:
     """Which trees of a stack hold finite numbers only."""
-    rows = [leaf.isfinite().reshape(number, -1).all(1) for _, leaf in leaves(trees) if leaf.numel()]
-    found: list[bool] = torch.stack(rows).all(0).tolist() if rows else [True] * number
+    # nothing but a finite number times zero is zero, and its sum shows it: two passes instead of four
+    rows = [leaf.reshape(number, -1).mul(0).sum(1, dtype=torch.float32) for _, leaf in leaves(trees) if leaf.numel()]
+    found: list[bool] = (torch.stack(rows).sum(0) == 0).tolist() if rows else [True] * number
     return found

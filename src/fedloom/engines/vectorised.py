@@ -21,17 +21,11 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Batch, Home, Program
 from fedloom.core.random import fold
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
-from fedloom.engines.capture import CapturedSteps, Step
+from fedloom.engines.capture import Recordings, Step
 from fedloom.engines.engine import AbstractEngine, Outcome
 
 Facts = tuple[Tensor, Tensor]
 """The numbers of samples and the keys of a group."""
-
-MIN_CAPTURED_STEPS = 8
-"""Recording a graph costs about three steps."""
-
-CAPACITY = 64
-"""Graphs are made for multiples of this many steps, so that asks of nearly equal length share one."""
 
 
 class Vectorised(AbstractEngine):
@@ -41,7 +35,7 @@ class Vectorised(AbstractEngine):
 
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
-        self._captured: dict[Any, CapturedSteps | None] = {}
+        self._recordings = Recordings((federation.x, federation.y), self.notes)
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``."""
@@ -68,30 +62,22 @@ class Vectorised(AbstractEngine):
         reply, after = vmap(final)(facts, carry, memory)
         return Outcome(PerClient([(clients, reply)]), PerClient([(clients, after)]))
 
+    def free_memory(self) -> bool:
+        """Forget the recorded steps."""
+        freed = bool(self._recordings.kept)
+        self._recordings.kept.clear()
+        torch.cuda.empty_cache()
+        return freed
+
     def _all_steps(
         self, program: Program, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any
     ) -> Any:
         """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
-        if self.federation.device.type != "cuda" or len(plan.active) < MIN_CAPTURED_STEPS:
-            return self._steps(plan, step, shared, facts, carry)
-        steps, width = plan.rows.shape[0], plan.rows.shape[2]
-        capacity = -(-steps // CAPACITY) * CAPACITY
-        shapes = pytree.tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype), (shared, facts, carry))
-        kind = (program, str(pytree.tree_flatten(shapes)), width, capacity)
-        if kind not in self._captured:
-            data = (self.federation.x, self.federation.y)
-            self._captured[kind] = CapturedSteps(step, shared, facts, carry, data, width, capacity)
-        captured = self._captured[kind]
-        if captured is None:
-            return self._steps(plan, step, shared, facts, carry)
-        try:
-            return captured.run(plan, shared, facts, carry)
-        except RuntimeError as error:
-            if captured.graph is not None:
-                raise
-            self._captured[kind] = None
-            self.notes.append(f"{program.name} cannot be captured, runs step by step: {str(error).splitlines()[0]}")
-            return self._steps(plan, step, shared, facts, carry)
+        if self.federation.device.type == "cuda":
+            after = self._recordings.run(program.name, plan, step, shared, facts, carry, self.rounds_left)
+            if after is not None:
+                return after
+        return self._steps(plan, step, shared, facts, carry)
 
     def _steps(self, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any) -> Any:
         """Step by step; the carries of clients that are done are set aside."""

@@ -35,9 +35,17 @@ from fedloom.models.spec import ModelSpec
 class Model:
     """A target network: see ``core.contract.Model`` for what each member is."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        training_dtype: torch.dtype | None = None,
+    ) -> None:
         self.spec = spec
         self.device, self.dtype = torch.device(device), dtype
+        self.training_dtype = training_dtype or dtype
         self.num_outputs = spec.num_outputs
         module = _seeded_build(spec, 0)
         _check_parameters(spec, module)
@@ -52,6 +60,7 @@ class Model:
             *((n, p) for n, p in self._eval.named_parameters() if n not in trained),
         ]
         self._buffers = {n: b.detach().clone() for n, b in constant}
+        self._frozen = frozenset(n for n, _ in module.named_parameters() if n not in trained)
         self._special = self._probe()
 
     def init(self, seed: int) -> dict[str, Tensor]:
@@ -66,9 +75,14 @@ class Model:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         # the call updates the buffers in place, or puts new ones into this dict
         state: dict[str, Tensor] = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        kept = [name for name in buffers if name not in self._frozen]
+        if self.training_dtype != self.dtype:
+            # running statistics keep their type: batch_norm computes them in it
+            state |= {n: v.to(self.training_dtype) for n, v in state.items() if n not in kept}
+            x = x.to(self.training_dtype)
         with _Replaced(mask, key) if self._special else nullcontext():
             outputs: Tensor = functional_call(self._train, state, (x,))
-        return outputs, {name: state[name] for name in buffers}
+        return outputs.to(self.dtype), {**buffers, **{name: state[name] for name in kept}}
 
     def __call__(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
         outputs: Tensor = functional_call(self._eval, (dict(params), dict(buffers)), (x,))
@@ -215,6 +229,7 @@ def _batch_norm(
             "Use a BatchNorm layer with the defaults."
         )
     channels = (1, -1) + (1,) * (x.dim() - 2)
+    narrow, x = x.dtype, x.to(running_mean.dtype)
     mean, var = running_mean, running_var
     if training:
         real = mask.reshape(-1, *(1,) * (x.dim() - 1)).to(x.dtype)
@@ -229,7 +244,7 @@ def _batch_norm(
     y = (x - mean.reshape(channels)) * torch.rsqrt(var.reshape(channels) + eps)
     if weight is not None:
         y = y * weight.reshape(channels)
-    return y if bias is None else y + bias.reshape(channels)
+    return (y if bias is None else y + bias.reshape(channels)).to(narrow)
 
 
 def _keep(key: Tensor, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:

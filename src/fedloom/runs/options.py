@@ -41,6 +41,9 @@ class RunOptions:
         0, "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice.", low=0, high=1024
     )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
+    precision: Literal["exact", "tf32", "bf16"] = option(
+        "exact", "Arithmetic of local training on a GPU: exact, or faster with 10 or 7 bits of mantissa."
+    )
     seed: int = option(0, "Seed of everything random.", low=0)
     eval_every: int = option(0, "Rounds between evaluations; 0: twenty in a run.", low=0)
     eval_clients: int = option(0, "Clients evaluated each time, drawn by the seed; 0: all.", low=0)

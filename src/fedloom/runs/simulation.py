@@ -86,6 +86,7 @@ class Simulation:
         options = resolve(options, arrays)
         if options.threads:
             torch.set_num_threads(options.threads)
+        set_precision(options.precision)
         self.partition = split(options, arrays)
         self.federation = _federation(options, arrays, self.partition)
         participants = self.federation.participants
@@ -130,6 +131,8 @@ class Simulation:
         rows = np.sort(draw.choice(len(self.setup.clients), self.options.cohort, replace=False))
         cohort = Cohort(number, tuple(self.setup.clients[row] for row in rows))
         self.engine.begin(number)
+        self.engine.rounds_left = self.options.rounds - self.round
+        noted = len(self.engine.notes)
         start = time.perf_counter()
         state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
         self.state, self.round = state, number
@@ -138,6 +141,7 @@ class Simulation:
             "round": number,
             "clients": len(cohort.clients),
             "dropped": [d._asdict() for d in books.dropped],
+            "notes": self.engine.notes[noted:],
             "bytes": {"down": books.bytes_down, "up": books.bytes_up},
             "seconds": {
                 "round": end - start,
@@ -301,7 +305,8 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
     outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
     shape = tuple(arrays.x.shape[1:])
     names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
-    models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
+    narrow = torch.bfloat16 if options.precision == "bf16" else dtype
+    models = [Model(parse(name, shape, outputs), device, dtype, training_dtype=narrow) for name in names.split(",")]
     x = arrays.x
     if options.unseen_shift:
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
@@ -312,6 +317,12 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
     return federate(x, arrays.y, parts, models, task, device, dtype)
+
+
+def set_precision(name: str) -> None:
+    """Whether a GPU may round the factors of float32 products to TF32, which torch allows for convolutions."""
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
 
 
 def device_of(name: str) -> torch.device:
