@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.adaptation.calibration import Privacy, fit
-from fedloom.adaptation.checks import Reference, check_fit, gather, keep_plain, log_ratio, no_reference, statistics
+from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, statistics
 from fedloom.adaptation.dirichlet import STEPS, Votes, fit_dirichlet, no_votes, shares, vote
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Cohort, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import NeedsError
@@ -209,12 +209,11 @@ def _estimate_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Carry
 
 def _estimate_final(home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tuple[Tree, Tree]:
     """What is kept: the counts, weighted by how well they fit, and the checks for the report."""
-    votes, alpha, number = carry.votes, shared["alpha"], home.num_samples
+    votes, number = carry.votes, home.num_samples
     mean = carry.statistics / number.clamp(min=1)
-    fit = check_fit(mean, number, shares(votes.counts, alpha), Reference(**shared["reference"]))
-    counts = votes.known + fit.weight * votes.expected  # a label is a label, whatever the features
-    report = {"known": votes.known.sum(), "weight": fit.weight, "misfit": fit.misfit, "ratio": 2 * carry.log_ratio}
-    kept = {"label_counts": counts, "keep_plain": keep_plain(counts, alpha, fit.weight), "admission": report}
+    found = judge(votes.known, votes.expected, mean, number, shared["alpha"], Reference(**shared["reference"]))
+    report = {"known": votes.known.sum(), "weight": found.weight, "misfit": found.misfit, "ratio": 2 * carry.log_ratio}
+    kept = {"label_counts": found.counts, "keep_plain": found.keep_plain, "admission": report}
     return {}, {**memory, **kept}
 
 
