@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.adaptation.dirichlet import shares
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent, Setup
 from fedloom.core.random import fold, normal
-from fedloom.core.trees import ClientId, Tree
+from fedloom.core.trees import ClientId, Params, Tree
 
 MAX_ASKS = 20
 
@@ -121,15 +121,20 @@ def _step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Carry, batch: 
 
 def _final(privacy: Privacy, home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tuple[Tree, Tree]:
     reply = {name: getattr(carry, name) for name in ("value", "gradient", "curvature", "samples")}
-    if privacy.clip:
-        size = torch.cat([value.reshape(-1) for value in reply.values()]).norm()
-        scale = (privacy.clip / (size + 1e-12)).clamp(max=1.0)
-        reply = {name: value * scale for name, value in reply.items()}
-        spread = privacy.clip * privacy.noise
-        for i, name in enumerate(reply):
-            noise = normal(fold(home.key, i), tuple(reply[name].shape), reply[name].dtype)
-            reply[name] = reply[name] + spread * noise
-    return reply, memory
+    return protect(privacy, home, reply), memory
+
+
+def protect(privacy: Privacy, home: Home, reply: Params) -> Params:
+    """An answer of a client, clipped and noised as ``privacy`` says."""
+    if not privacy.clip:
+        return reply
+    size = torch.cat([value.reshape(-1) for value in reply.values()]).norm()
+    scale = (privacy.clip / (size + 1e-12)).clamp(max=1.0)
+    spread = privacy.clip * privacy.noise
+    return {
+        name: value * scale + spread * normal(fold(home.key, i), tuple(value.shape), value.dtype)
+        for i, (name, value) in enumerate(reply.items())
+    }
 
 
 def _expects(shared: Tree, mine: Tree) -> Tree:

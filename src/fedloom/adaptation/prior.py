@@ -3,8 +3,9 @@
 
 ``with_prior(algorithm)`` is a method like any other. Its training is that of the one it wraps. Before it is evaluated
 or deployed it *settles*: participants tell their label shares, from which the server fits a Dirichlet, and calibrate
-the scores together. A participant then predicts with its counted shares. A newcomer estimates its own from its samples,
-labelled or not or some of each (label -1: unknown); it only downloads, and answers nothing.
+the scores together, and tell what scores of each class look like. A participant then predicts with its counted shares.
+A newcomer estimates its own from its samples, labelled or not or some of each (label -1: unknown), and checks whether
+they fit; it only downloads, and answers nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.adaptation.calibration import Privacy, fit
-from fedloom.adaptation.dirichlet import fit_dirichlet, log_weights, responsibilities, shares
+from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, statistics
+from fedloom.adaptation.dirichlet import STEPS, Votes, fit_dirichlet, no_votes, shares, vote
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Cohort, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import fold, normal
@@ -28,8 +30,8 @@ from fedloom.core.trees import ClientId, PerClient, Tree
 OPEN = Privacy()
 """No clipping and no noise."""
 
-PASSES = 50
-"""Steps of variational EM on a newcomer; each is a pass over its samples."""
+PASSES = STEPS + 1
+"""Over a newcomer's samples: one for each step of EM, and one that checks the result."""
 
 
 class State(NamedTuple):
@@ -39,6 +41,8 @@ class State(NamedTuple):
     alpha: Tensor  # (classes,) the Dirichlet of label shares
     slope: Tensor  # () 1/T
     bias: Tensor  # (classes,)
+    reference: Mapping[str, Tensor]
+    """What a newcomer's scores are checked against: ``checks.Reference``."""
 
 
 @cache
@@ -70,7 +74,8 @@ def _init(algorithm: Algorithm, setup: Setup[Any]) -> State:
     classes = setup.models[setup.clients[0]].num_outputs
     even = torch.ones(classes, dtype=setup.dtype, device=setup.device)
     # until it has settled: the wrapped method as it is
-    return State(algorithm.init(setup)._asdict(), even * 1e4, even.new_ones(()), torch.zeros_like(even))
+    nothing = no_reference(even)._asdict()
+    return State(algorithm.init(setup)._asdict(), even * 1e4, even.new_ones(()), torch.zeros_like(even), nothing)
 
 
 def _base(algorithm: Algorithm, state: State) -> Any:
@@ -86,11 +91,11 @@ def _round(
 
 def _first_memory(algorithm: Algorithm, model: Model, config: Any, seed: int) -> Tree:
     nothing = torch.zeros(model.num_outputs, dtype=model.dtype, device=model.device)
-    return {**algorithm.first_memory(model, config, seed), "label_counts": nothing}
+    return {**algorithm.first_memory(model, config, seed), "label_counts": nothing, "keep_plain": nothing[0] > 0}
 
 
 def _settle(algorithm: Algorithm, privacy: Privacy, setup: Setup[Any], state: State, ask: Ask) -> State:
-    """Label shares, the Dirichlet that fits them, and calibration."""
+    """Label shares, the Dirichlet that fits them, calibration, and the reference for newcomers' checks."""
     classes = {"classes": torch.zeros_like(state.bias)}
     told = ask(_count_program(privacy), classes, PerClient.empty(setup.clients))
     rows = [tree["shares"].clamp(min=0) * tree["num_samples"][:, None] for _, tree in told.groups]
@@ -98,7 +103,9 @@ def _settle(algorithm: Algorithm, privacy: Privacy, setup: Setup[Any], state: St
     base = algorithm.personalise(setup, _base(algorithm, state), setup.clients)
     sent = Sent({"base": base.shared, "alpha": alpha}, base.mine)
     found = fit(setup, algorithm, sent, setup.clients, ask, privacy)
-    return state._replace(alpha=alpha, slope=found["slope"], bias=found["bias"])
+    calibrated = Sent({"base": base.shared, **found}, base.mine)
+    reference = gather(algorithm, calibrated, ask, privacy)
+    return state._replace(alpha=alpha, slope=found["slope"], bias=found["bias"], reference=reference._asdict())
 
 
 def _wrapped(state: State, base: Sent) -> Sent:
@@ -111,11 +118,11 @@ def _personalise(algorithm: Algorithm, setup: Setup[Any], state: State, clients:
 
 def client_deploy(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     """What the wrapped method deploys, and the line through its scores."""
-    prior = shares(memory["label_counts"], shared["alpha"])
+    plain, offset = memory["keep_plain"], shared["bias"] + torch.log(shares(memory["label_counts"], shared["alpha"]))
     return {
         "base": algorithm.client_deploy(home, shared["base"], mine, memory),
-        "slope": shared["slope"],
-        "offset": shared["bias"] + torch.log(prior),
+        "slope": torch.where(plain, 1, shared["slope"]),
+        "offset": torch.where(plain, 0, offset),
     }
 
 
@@ -129,7 +136,7 @@ def _admit(algorithm: Algorithm, setup: Setup[Any], state: State, newcomers: Coh
     """The newcomer finds its shares at home; its answer is empty."""
     assert algorithm.admit is not None
     sent = _wrapped(state, algorithm.admit(setup, _base(algorithm, state), newcomers, ask))
-    ask(_estimate_program(algorithm), sent.shared, sent.mine)
+    ask(_estimate_program(algorithm), {**sent.shared, "reference": state.reference}, sent.mine)
     return sent
 
 
@@ -169,30 +176,45 @@ def _estimate_program(algorithm: Algorithm) -> Program:
 
 class _Carry(NamedTuple):
     deployed: Tree
-    counts: Tensor  # (classes,) expected in the last whole pass
-    summing: Tensor  # (classes,) in this pass so far
+    votes: Votes  # of the last whole pass
+    summing: Votes  # of this pass so far
     epoch: Tensor
+    statistics: Tensor  # (2,) summed in the last pass
+    log_ratio: Tensor  # () likewise
 
 
 def _estimate_init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> _Carry:
-    nothing = torch.zeros_like(shared["alpha"])
+    nothing, sums = no_votes(shared["alpha"]), torch.zeros_like(shared["reference"]["mean"][0])
     deployed = algorithm.client_deploy(home, shared["base"], mine, memory)
-    return _Carry(deployed, nothing, nothing, torch.zeros_like(home.key))
+    return _Carry(deployed, nothing, nothing, torch.zeros_like(home.key), sums, sums[0])
 
 
 def _estimate_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Carry, batch: Batch) -> _Carry:
-    """One batch of an E-step; with a new pass comes a new M-step."""
-    next_pass = batch.epoch > carry.epoch
-    counts = torch.where(next_pass, carry.summing, carry.counts)
-    summing = torch.where(next_pass, torch.zeros_like(carry.summing), carry.summing)
-    weights = log_weights(counts, shared["alpha"], batch.epoch == 0)
+    """One batch of a pass; with a new pass the votes of the last one weigh the classes."""
+    next_pass, alpha = batch.epoch > carry.epoch, shared["alpha"]
+    votes = Votes(*(torch.where(next_pass, new, old) for new, old in zip(carry.summing, carry.votes)))
     scores = shared["slope"] * algorithm.predict(home, carry.deployed, batch.x) + shared["bias"]
-    found = responsibilities(scores, weights, batch.y) * batch.mask[:, None]
-    return carry._replace(counts=counts, summing=summing + found.sum(0), epoch=batch.epoch)
+    found = vote(scores, votes.log_weights(alpha), batch.y, batch.mask)
+    summing = Votes(*(torch.where(next_pass, new, old + new) for new, old in zip(found, carry.summing)))
+    checking = batch.mask & (batch.epoch == PASSES - 1)
+    ratio = log_ratio(scores, shares(votes.counts, alpha), alpha / alpha.sum())
+    return carry._replace(
+        votes=votes,
+        summing=summing,
+        epoch=batch.epoch,
+        statistics=carry.statistics + torch.where(checking[:, None], statistics(scores), 0).sum(0),
+        log_ratio=carry.log_ratio + torch.where(checking, ratio, 0).sum(),
+    )
 
 
 def _estimate_final(home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tuple[Tree, Tree]:
-    return {}, {**memory, "label_counts": carry.summing}
+    """What is kept: the counts, weighted by how well they fit, and the checks for the report."""
+    votes, number = carry.votes, home.num_samples
+    mean = carry.statistics / number.clamp(min=1)
+    found = judge(votes.known, votes.expected, mean, number, shared["alpha"], Reference(**shared["reference"]))
+    report = {"known": votes.known.sum(), "weight": found.weight, "misfit": found.misfit, "ratio": 2 * carry.log_ratio}
+    kept = {"label_counts": found.counts, "keep_plain": found.keep_plain, "admission": report}
+    return {}, {**memory, **kept}
 
 
 def _estimate_expects(shared: Tree, mine: Tree) -> Tree:

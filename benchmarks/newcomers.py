@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newcomers without labels: their accuracy against the number of unlabelled samples, and under feature shifts.
+
+    python benchmarks/newcomers.py --data-root DATA --device cuda --out DIR [--settings cifar10-path ...] [--quick]
+
+For each setting and seed FedAvg is trained, with clients held out, and calibrated by its participants. Each held-out
+client's scores are computed once. Then, many times over, its samples are divided at random: up to 500 to estimate from,
+at least a sixth to be tested on. What is estimated from the first n of the former is tried on all of the latter.
+Every setting's DIR/NAME.json and DIR/NAME.svg are written as soon as a seed of it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.adaptation.checks import Reference, judge, statistics
+from fedloom.adaptation.dirichlet import estimate, shares
+from fedloom.api import parse_options
+from fedloom.clients.shift import apply_shift, shifts
+from fedloom.core.random import stream
+from fedloom.data.arrays import Arrays
+from fedloom.data.registry import load
+from fedloom.runs.files import write_file
+from fedloom.runs.simulation import Simulation
+
+NUMBERS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+RAW, EM, OURS, UNCALIBRATED, TRUE = "FedAvg", "plain EM", "FedAvg + prior", "without calibration", "true prior"
+LABELLED, PFEDHN = "FedAvg + prior, labelled participants", "pFedHN, labelled participants"
+IT_PFL_HN = {preset: f"IT-PFL-HN, {preset}" for preset in ("paper", "standardised")}
+LOOKS = {RAW: "tab:gray", EM: "tab:orange", OURS: "tab:blue", UNCALIBRATED: "tab:purple"}
+LEVELS = {TRUE: "black", LABELLED: "tab:green", PFEDHN: "tab:red", **dict.fromkeys(IT_PFL_HN.values(), "tab:brown")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A federation: 100 clients of which some are held out, except where clients are natural."""
+
+    title: str
+    dataset: str
+    partition: str
+    rounds: int = 300
+    clients: int = 80
+    unseen: int = 20
+
+
+SETTINGS = {
+    "cifar10-path": Setting("CIFAR-10, two classes per client", "cifar10", "classes:2"),
+    "cifar10-0.1": Setting("CIFAR-10, Dirichlet 0.1", "cifar10", "dirichlet:0.1"),
+    "cifar10-0.5": Setting("CIFAR-10, Dirichlet 0.5", "cifar10", "dirichlet:0.5"),
+    "cifar10-10": Setting("CIFAR-10, Dirichlet 10", "cifar10", "dirichlet:10"),
+    "cifar100-path": Setting("CIFAR-100, ten classes per client", "cifar100", "classes:10", rounds=400),
+    "cifar100-0.1": Setting("CIFAR-100, Dirichlet 0.1", "cifar100", "dirichlet:0.1", rounds=400),
+    "fashion-path": Setting("Fashion-MNIST, two classes per client", "fashion_mnist", "classes:2", rounds=150),
+    "fashion-0.1": Setting("Fashion-MNIST, Dirichlet 0.1", "fashion_mnist", "dirichlet:0.1", rounds=150),
+    "fashion-10": Setting("Fashion-MNIST, Dirichlet 10", "fashion_mnist", "dirichlet:10", rounds=150),
+    "qmnist": Setting("QMNIST, a client per writer", "mnist", "group:writer", rounds=150, clients=200, unseen=50),
+}
+
+
+class Draws(NamedTuple):
+    """Random divisions of newcomers: rows of newcomers x repetitions, padded."""
+
+    newcomer: Tensor  # (rows,)
+    given: Tensor  # (rows, 500) samples of the newcomer to estimate from
+    number: Tensor  # (rows,) how many of them are real
+    tested: Tensor  # (rows, tested)
+    real: Tensor  # (rows, tested) bool
+
+
+class Newcomers(NamedTuple):
+    """Scores of all newcomers' samples, padded, and what the participants found out."""
+
+    scores: Tensor  # (newcomers, samples, classes)
+    labels: Tensor  # (newcomers, samples), -1: padding
+    sizes: list[int]
+
+
+class Found(NamedTuple):
+    """What settling found: see ``fedloom.adaptation.prior``."""
+
+    alpha: Tensor
+    slope: Tensor
+    bias: Tensor
+    reference: Reference
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, dict[str, float]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def build(
+    method: str, setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespace, **more: Any
+) -> Simulation:
+    """A federation of the setting before its first round."""
+    given = {
+        "dataset": setting.dataset, "partition": setting.partition, "clients": setting.clients, "seed": seed,
+        "unseen": setting.unseen, "rounds": setting.rounds, "model": args.model, "device": args.device, **more,
+    }  # fmt: skip
+    options, config = parse_options(method, given)
+    return Simulation(method, options, config, arrays)
+
+
+def train(simulation: Simulation) -> Simulation:
+    """All rounds, without evaluations."""
+    while simulation.round < simulation.options.rounds:
+        simulation.train_round()
+    return simulation
+
+
+def score(simulation: Simulation, shift: str | None = None) -> Newcomers:
+    """The plain model's scores of everything that newcomers hold, with their images shifted if so wished."""
+    federation, data = simulation.federation, simulation.arrays
+    low, high = data.x.min(), data.x.max()
+    sent = simulation.algorithm.personalise(simulation.setup, simulation.state, federation.unseen)
+    scores, labels = [], []
+    for row, client in enumerate(federation.unseen):
+        rows = federation.roster[client].of("all")
+        x = federation.x[torch.as_tensor(rows)]
+        if shift:
+            seed = simulation.options.seed * 1000 + row
+            x = torch.from_numpy(apply_shift(data.x[rows], shift, None, seed, low=low, high=high)).to(x)
+        home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
+        with torch.no_grad():
+            scores.append(simulation.base.predict(home, simulation.deployed(client, sent)["base"], x))
+        labels.append(federation.y[torch.as_tensor(rows)])
+    pad = torch.nn.utils.rnn.pad_sequence
+    return Newcomers(pad(scores, True), pad(labels, True, padding_value=-1), [len(y) for y in labels])
+
+
+def divide(sizes: list[int], repetitions: int, seed: int, device: torch.device) -> Draws:
+    """Each newcomer ``repetitions`` times: up to 500 samples to estimate from, at least a sixth to be tested on."""
+    most = NUMBERS[-1]
+    plan = [(row, r) for row in range(len(sizes)) for r in range(repetitions)]
+    given, tested = np.zeros((2, len(plan), most), dtype=np.int64)
+    numbers, real = np.zeros(len(plan), dtype=np.int64), np.zeros((len(plan), most), dtype=bool)
+    for at, (row, r) in enumerate(plan):
+        order = stream(seed, row, r, "division").permutation(sizes[row])
+        numbers[at] = number = min(most, sizes[row] - max(1, sizes[row] // 6))
+        rest = order[number:][:most]
+        given[at, :number], tested[at, : len(rest)], real[at, : len(rest)] = order[:number], rest, True
+    newcomer = np.array([row for row, _ in plan])
+    return Draws(*(torch.as_tensor(a, device=device) for a in (newcomer, given, numbers, tested, real)))
+
+
+def plain_em(scores: Tensor, mask: Tensor, steps: int = 100) -> Tensor:
+    """Saerens et al. (2002): shares that make the samples likeliest, from even ones on."""
+    prior = torch.full_like(scores[:, 0], 1 / scores.shape[-1])
+    for _ in range(steps):
+        found = torch.softmax(scores + torch.log(prior)[:, None], -1) * mask[..., None]
+        prior = (found.sum(1) / mask.sum(1, keepdim=True)).clamp(min=1e-12)
+    return prior
+
+
+class Trial:
+    """Everything that is done with scores, for all rows of ``draws`` at once."""
+
+    def __init__(self, newcomers: Newcomers, draws: Draws, found: Found) -> None:
+        self.newcomers, self.draws, self.found = newcomers, draws, found
+        self.raw = newcomers.scores[draws.newcomer[:, None], draws.tested]
+        self.labels = newcomers.labels[draws.newcomer[:, None], draws.tested]
+
+    def calibrate(self, scores: Tensor) -> Tensor:
+        return self.found.slope * scores + self.found.bias
+
+    def given(self, number: int) -> tuple[Tensor, Tensor]:
+        """The first ``number`` scores to estimate from, and which of them are real."""
+        draws = self.draws
+        mask = torch.arange(number, device=draws.number.device) < draws.number[:, None]
+        return self.newcomers.scores[draws.newcomer[:, None], draws.given[:, :number]], mask
+
+    def accuracy(self, scores: Tensor) -> float:
+        """Mean over newcomers and divisions, in per cent."""
+        right = ((scores.argmax(-1) == self.labels) & self.draws.real).sum(1) / self.draws.real.sum(1)
+        return 100 * float(right.double().mean())
+
+    def with_shares(self, prior: Tensor) -> float:
+        return self.accuracy(self.calibrate(self.raw) + torch.log(prior)[:, None])
+
+    def true_prior(self) -> float:
+        """Shares counted from all labels of the newcomer."""
+        labels = self.newcomers.labels
+        counted = torch.stack([torch.bincount(row[row >= 0], minlength=len(self.found.alpha)) for row in labels])
+        return self.with_shares(shares(counted, torch.full_like(self.found.alpha, 1e-6))[self.draws.newcomer])
+
+    def ours(self, number: int, *, checked: bool = True) -> tuple[float, float]:
+        """Accuracy, and the share of rows that are told that they do not fit."""
+        scores, mask = self.given(number)
+        scores, found = self.calibrate(scores), self.found
+        expected = estimate(scores, found.alpha, mask=mask).counts
+        if not checked:
+            return self.with_shares(shares(expected, found.alpha)), 0.0
+        size = mask.sum(1).to(scores.dtype)
+        mean = torch.where(mask[..., None], statistics(scores), 0).sum(1) / size[:, None]
+        verdict = judge(torch.zeros_like(expected), expected, mean, size, found.alpha, found.reference)
+        corrected = self.calibrate(self.raw) + torch.log(shares(verdict.counts, found.alpha))[:, None]
+        kept = self.accuracy(torch.where(verdict.keep_plain[:, None, None], self.raw, corrected))
+        return kept, float((verdict.weight < 1).double().mean())
+
+    def uncalibrated(self, number: int) -> float:
+        scores, mask = self.given(number)
+        prior = estimate(scores, self.found.alpha, mask=mask).shares
+        return self.accuracy(self.raw + torch.log(prior)[:, None])
+
+    def em(self, number: int) -> float:
+        scores, mask = self.given(number)
+        return self.with_shares(plain_em(self.calibrate(scores), mask))
+
+
+def one_seed(setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespace) -> dict[str, Any]:
+    """Every number of a seed."""
+    made = build(
+        "fedavg", setting, seed, arrays, args, adapt="prior", cohort=args.cohort, local_steps=25, local_lr=0.01
+    )
+    device = made.federation.device
+    clock = Clock(device)
+    with clock.phase("train"):
+        simulation = train(made)
+    with clock.phase("settle"):
+        simulation.settle()
+        state = simulation.state
+        found = Found(state.alpha, state.slope, state.bias, Reference(**state.reference))
+        labelled = float(np.mean([s.metric for s in simulation.evaluate("test").values()])) * 100
+    with clock.phase("curves"):
+        newcomers = score(simulation)
+        draws = divide(newcomers.sizes, args.repetitions, seed, device)
+        trial = Trial(newcomers, draws, found)
+        # a point of the curve needs at least half of the newcomers to have that many samples
+        numbers = [n for n in NUMBERS if float((draws.number >= n).double().mean()) >= 0.5]
+        raw, ours = trial.accuracy(trial.raw), [trial.ours(n) for n in numbers]
+        curves = {
+            RAW: [raw] * len(numbers),
+            EM: [trial.em(n) for n in numbers],
+            OURS: [accuracy for accuracy, _ in ours],
+            UNCALIBRATED: [trial.uncalibrated(n) for n in numbers],
+        }
+        levels = {TRUE: trial.true_prior(), LABELLED: labelled}
+    with clock.phase("shifts"):
+        names = [s for s in shifts() if s != "saturation" or arrays.x.shape[1] == 3]
+        with ThreadPoolExecutor() as pool:
+            shifted = dict(zip(names, pool.map(lambda name: score(simulation, name), names)))
+        table = {
+            name: shifted_row(Trial(scores, draws, found)) for name, scores in {"none": newcomers, **shifted}.items()
+        }
+    levels |= references(setting, seed, arrays, args, clock)
+    return {
+        "seed": seed, "numbers": numbers, "curves": curves, "levels": levels, "shifts": table,
+        "flagged": [flagged for _, flagged in ours], "alpha_sum": float(found.alpha.sum()), "slope": float(found.slope),
+        "seconds": clock.seconds, "notes": simulation.engine.notes,
+    }  # fmt: skip
+
+
+def shifted_row(trial: Trial) -> dict[str, float]:
+    """Plain, checked and not, with all the samples that there are to estimate from."""
+    checked, flagged = trial.ours(NUMBERS[-1])
+    unchecked, _ = trial.ours(NUMBERS[-1], checked=False)
+    return {"raw": trial.accuracy(trial.raw), "checked": checked, "unchecked": unchecked, "flagged": flagged}
+
+
+def references(setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespace, clock: Clock) -> dict[str, float]:
+    """The hypernetwork methods, where asked for: pFedHN's participants, IT-PFL-HN's newcomers."""
+    levels = {}
+    if args.pfedhn:
+        with clock.phase("pFedHN"):
+            longer = replace(setting, rounds=args.rounds or 1000)
+            simulation = train(build("pfedhn", longer, seed, arrays, args, cohort=5))
+            levels[PFEDHN] = 100 * float(np.mean([s.metric for s in simulation.evaluate("test").values()]))
+    for preset, name in IT_PFL_HN.items() if args.it_pfl_hn else ():
+        with clock.phase(name):
+            longer = replace(setting, rounds=args.rounds or 500)
+            more = {"cohort": 10, "preset": preset, "finetune_after": longer.rounds * 4 // 5}
+            simulation = train(build("it_pfl_hn", longer, seed, arrays, args, **more))
+            levels[name] = 100 * simulation.evaluate_unseen()["deployed/unseen/test/accuracy"]
+    return levels
+
+
+def summary(name: str, setting: Setting, args: argparse.Namespace, seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means and standard deviations over seeds, beside the seeds' own numbers."""
+    numbers = [n for n in NUMBERS if all(n in one["numbers"] for one in seeds)]
+    return {
+        "name": name, "setting": setting.__dict__, "model": args.model, "numbers": numbers,
+        "curves": {
+            method: spread([one["curves"][method][: len(numbers)] for one in seeds]) for method in seeds[0]["curves"]
+        },
+        "levels": {method: spread([one["levels"][method] for one in seeds]) for method in seeds[0]["levels"]},
+        "shifts": {
+            shift: {k: spread([one["shifts"][shift][k] for one in seeds]) for k in row}
+            for shift, row in seeds[0]["shifts"].items()
+        },
+        "seeds": seeds,
+    }  # fmt: skip
+
+
+def spread(values: list[Any]) -> dict[str, Any]:
+    """Mean and standard deviation (n - 1) over seeds."""
+    found = np.array(values, dtype=float)
+    deviation = found.std(0, ddof=1) if len(found) > 1 else np.zeros_like(found[0])
+    return {"mean": found.mean(0).tolist(), "std": deviation.tolist()}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables, as Markdown."""
+    numbers = result["numbers"]
+    print(f"\n### {result['setting']['title']}: {len(result['seeds'])} seeds\n")
+    print("| unlabelled samples | " + " | ".join(map(str, numbers)) + " |\n|---|" + "---|" * len(numbers))
+    for method, found in result["curves"].items():
+        print(f"| {method} | " + " | ".join(f"{m:.1f} ± {s:.1f}" for m, s in zip(found["mean"], found["std"])) + " |")
+    for method, found in result["levels"].items():
+        print(f"| {method} | {found['mean']:.1f} ± {found['std']:.1f} |" + " |" * (len(numbers) - 1))
+    columns = ("feature shift", RAW, f"{OURS}, checked", "without checks", "told not to fit")
+    print(f"\n| {' | '.join(columns)} |\n|" + "---|" * len(columns))
+    for shift, row in result["shifts"].items():
+        cells = [f"{row[k]['mean']:.1f} ± {row[k]['std']:.1f}" for k in ("raw", "checked", "unchecked")]
+        print(f"| {shift} | {' | '.join(cells)} | {100 * row['flagged']['mean']:.0f}% |")
+    print("\nseconds by phase and seed:")
+    for one in result["seeds"]:
+        print(f"  seed {one['seed']}: " + ", ".join(f"{k} {v:.1f}" for k, v in one["seconds"].items()), *one["notes"])
+    print(flush=True)
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """Accuracy against the number of samples; lines for what does not depend on it."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = result["name"]  # the same bytes for the same numbers
+    figure = Figure(figsize=(6, 4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    numbers = result["numbers"]
+    for method, found in result["curves"].items():
+        mean, std = np.array(found["mean"]), np.array(found["std"])
+        axes.plot(numbers, mean, color=LOOKS[method], label=method, marker="o", markersize=3)
+        axes.fill_between(numbers, mean - std, mean + std, color=LOOKS[method], alpha=0.15, linewidth=0)
+    for method, found in result["levels"].items():
+        dots = ":" if method == IT_PFL_HN["paper"] else "--"
+        axes.axhline(found["mean"], color=LEVELS[method], label=method, linestyle=dots, linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xticks(numbers, [str(n) for n in numbers])
+    axes.minorticks_off()
+    raw = result["curves"][RAW]["mean"][0]
+    axes.set_ylim(bottom=max(0, raw - 25))  # plain EM with one sample would squeeze the rest
+    axes.set_xlabel("unlabelled samples of the newcomer")
+    axes.set_ylabel("accuracy of newcomers, %")
+    axes.set_title(result["setting"]["title"])
+    axes.grid(alpha=0.2)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-root")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--model", default="lenet")
+    parser.add_argument("--rounds", type=int, default=0, help="instead of the setting's")
+    parser.add_argument("--cohort", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=20, help="random divisions of each newcomer's samples")
+    parser.add_argument("--pfedhn", action="store_true", help="also train pFedHN, for its labelled participants")
+    parser.add_argument("--it-pfl-hn", action="store_true", help="also train IT-PFL-HN, both presets")
+    parser.add_argument("--quick", action="store_true", help="a small check: 3 rounds, one seed, 2 divisions")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.seeds, args.repetitions = args.rounds or 3, args.seeds[:1], 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    start, loaded = time.perf_counter(), dict[str, Arrays]()
+    for name in args.settings:
+        setting = replace(SETTINGS[name], rounds=args.rounds or SETTINGS[name].rounds)
+        if setting.dataset not in loaded:
+            loaded = {setting.dataset: load(setting.dataset, args.data_root)}  # settings of one dataset stand together
+        arrays = loaded[setting.dataset]
+        seeds: list[dict[str, Any]] = []
+        for seed in args.seeds:
+            seeds.append(one_seed(setting, seed, arrays, args))
+            result = summary(name, setting, args, seeds)
+            write_file(args.out / f"{name}.json", json.dumps(result, indent=1).encode())
+        picture(result, args.out / f"{name}.svg")
+        show(result)
+    print(f"all: {time.perf_counter() - start:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()
