@@ -465,6 +465,19 @@ def test_unseen_clients_are_in_the_summary(digits: Callable[[str], Digits]) -> N
     assert set(run.summary["clients"]) == {"0", "1", "2", "3"}
 
 
+def test_a_run_is_tried_with_other_options_than_it_was_trained_with(digits: Callable[[str], Digits]) -> None:
+    run = digits("fedavg").run
+    plain, blurred = (fedloom.load(run.path, which="last", **o) for o in ({}, {"unseen_shift": "blur"}))
+    for of_both in (lambda r: r.evaluate(), lambda r: {n: p.tolist() for n, p in r.parameters("0")["params"].items()}):
+        assert of_both(plain) == of_both(blurred)
+    rows = [r.simulation.federation.roster[r.simulation.federation.unseen[0]].of("all") for r in (plain, blurred)]
+    shown = [r.simulation.federation.x[torch.as_tensor(own)] for r, own in zip((plain, blurred), rows)]
+    assert rows[0].tolist() == rows[1].tolist() and not torch.equal(*shown)
+    assert "Unknown option of fedavg 'unseen_shfit'" in refused(
+        ConfigError, lambda: fedloom.load(run.path, unseen_shfit="blur").evaluate()
+    )
+
+
 def test_a_run_without_unseen_clients_says_nothing_of_them(of_arrays: fedloom.Run) -> None:
     assert "unseen" not in of_arrays.summary
     assert of_arrays.evaluate_unseen() == {}

@@ -93,7 +93,7 @@ def resume(
     directory = RunDirectory.open(Path(path))
     shown = display(progress) if isinstance(progress, str) else progress
     with directory.lock():
-        simulation = _rebuild(directory, dataset, rounds, device=device)
+        simulation = _rebuild(directory, dataset, rounds=rounds, device=device)
         if directory.checkpoints():
             last = directory.load("last")
             simulation.restore(last.round, last.state, last.memory)
@@ -110,14 +110,20 @@ def resume(
 
 
 def load(
-    path: str | Path, *, dataset: Any = None, which: Literal["best", "last"] | int = "best", adapt: str | None = None
+    path: str | Path,
+    *,
+    dataset: Any = None,
+    which: Literal["best", "last"] | int = "best",
+    adapt: str | None = None,
+    **options: Any,
 ) -> Run:
     """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept.
 
-    With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not.
+    With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not. ``options`` are options
+    that matter after training, with other values than the run was trained with: ``unseen_shift="blur"``.
     """
     directory = RunDirectory.open(Path(path))
-    return Run(directory, None, dataset, which, adapt)
+    return Run(directory, None, dataset, which, adapt, options)
 
 
 @dataclass
@@ -152,9 +158,11 @@ class Run:
         dataset: Any = None,
         which: Literal["best", "last"] | int = "best",
         adapt: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = directory
-        self._simulation, self._dataset, self._which, self._adapt = simulation, dataset, which, adapt
+        self._simulation, self._dataset, self._which = simulation, dataset, which
+        self._changes = {**(options or {}), "adapt": adapt, "device": "auto"}
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -186,7 +194,7 @@ class Run:
     def simulation(self) -> Simulation:
         """The federation with the checkpoint's state in it."""
         if self._simulation is None:
-            self._simulation = _rebuild(self.directory, self._dataset, adapt=self._adapt, device="auto")
+            self._simulation = _rebuild(self.directory, self._dataset, **self._changes)
             nothing_best = self._which == "best" and self.directory.best_round() is None
             checkpoint = self.directory.load("last" if nothing_best else self._which)
             self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
@@ -216,9 +224,15 @@ class Run:
             raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate(split)
 
-    def evaluate_unseen(self) -> dict[str, float]:
-        """Metrics of the clients that were held out, admitted with their own training data."""
-        return self.simulation.evaluate_unseen()
+    def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
+        """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.
+
+        They are admitted with their own training data, at most ``samples`` of each client (0: all of them); or, by the
+        mode, get participants' models: sampled, ensemble or nearest.
+        """
+        if split not in (*SPLITS, "all"):
+            raise unknown("split", split, [*SPLITS, "all"])
+        return self.simulation.evaluate_unseen(split, mode, samples)
 
     def admit(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None) -> Admission:
         """A model for a newcomer, from its samples, prepared as the federation's are, and their labels if any."""
@@ -290,17 +304,13 @@ def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, An
 def _rebuild(
     directory: RunDirectory,
     dataset: Any,
-    rounds: int | None = None,
-    adapt: str | None = None,
-    device: str | None = None,
+    **changes: Any,
 ) -> Simulation:
     given = dict(directory.config)
     method = given.pop("method", None)
     if not isinstance(method, str):
         raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
-    if rounds is not None:
-        given["rounds"] = rounds
-    given |= {name: value for name, value in {"adapt": adapt, "device": device}.items() if value is not None}
+    given |= {name: value for name, value in changes.items() if value is not None}
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
         raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")

@@ -52,6 +52,26 @@ def test_evaluate_unseen(cli):
     assert "deployed/unseen/test/accuracy" in cli("evaluate", "a", "--unseen").out
 
 
+def test_evaluate_unseen_by_participants_models(cli, refused):
+    cli("run", "pfedhn", *TINY, "--unseen", 2, "--admit-rounds", 1, "--out", "a", "--quiet")
+    for mode in ("sampled", "ensemble", "nearest"):
+        metrics = json.loads(cli("evaluate", "a", "--unseen", "--mode", mode, "--split", "all", "--json").out)[
+            "metrics"
+        ]
+        assert 0 <= metrics["deployed/unseen/all/accuracy"] <= 1
+    assert "Unknown mode 'neerest'; did you mean 'nearest'" in refused("evaluate", "a", "--unseen", "--mode", "neerest")
+    told = refused("evaluate", "a", "--unseen", "--split", "all")
+    assert "pFedHN admits newcomers by training on their labelled samples" in told
+    assert "is for admission" in refused("evaluate", "a", "--unseen", "--mode", "sampled", "--samples", 3)
+    cli("evaluate", "a", "--unseen", "--samples", 3)
+
+
+def test_evaluate_unseen_on_their_whole_data(cli):
+    cli("run", "fedavg", *TINY, "--unseen", 2, "--out", "a", "--quiet")
+    found = json.loads(cli("evaluate", "a", "--unseen", "--split", "all", "--json").out)
+    assert "deployed/unseen/all/accuracy" in found["metrics"]
+
+
 def test_a_run_says_when_its_method_cannot_serve_unseen_clients(cli):
     outcome = cli("run", "local", *TINY, "--unseen", 2)
     assert outcome.code == 0
@@ -68,7 +88,8 @@ def test_evaluate_refuses_unseen_where_the_method_cannot(refused, trained):
         (["--split", "tst"], "Unknown split 'tst'; did you mean 'test'"),
         (["--which", "first"], "--which is 'first'; give best, last or the number of a round."),
         (["--which", "7"], "has no checkpoint of round 7; choose from: 1, 2."),
-        (["--unseen", "--split", "val"], "unseen clients are tried on their test data"),
+        (["--mode", "nearest"], "--mode and --samples are about clients held out of training; give --unseen too."),
+        (["--samples", "3"], "--mode and --samples are about clients held out of training; give --unseen too."),
     ],
 )
 def test_evaluate_refuses(refused, trained, words, sentence):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,53 @@ def test_methods_without_a_model_for_newcomers_say_so(method: str) -> None:
 def test_unseen_clients_without_samples_are_passed_over() -> None:
     assert simulation("local", unseen=0).evaluate_unseen() == {}
     assert simulation("local", unseen=2, test_share=0).evaluate_unseen() == {}
+
+
+def test_unseen_clients_can_be_tried_on_all_that_they_have() -> None:
+    built = simulation("fedavg", unseen=2)
+    rows = {client: built.federation.roster[client].of("all") for client in built.federation.unseen}
+    params = built.state.params
+    right = []
+    for client, own in rows.items():
+        outputs = built.federation.roster[client].model(params, {}, built.federation.x[torch.as_tensor(own)])
+        right.append((outputs.argmax(1) == built.federation.y[torch.as_tensor(own)]).double().mean().item())
+    found = built.evaluate_unseen("all")["deployed/unseen/all/accuracy"]
+    assert found == pytest.approx(np.mean(right))
+
+
+def test_a_model_drawn_at_random_is_worth_the_mean_over_participants() -> None:
+    built = simulation("pfedhn", unseen=2)
+    models = built.algorithm.personalise(built.setup, built.state, built.setup.clients).mine
+    right = []
+    for client in built.federation.unseen:
+        own = torch.as_tensor(built.federation.roster[client].of("test"))
+        x, y = built.federation.x[own], built.federation.y[own]
+        model = built.federation.roster[client].model
+        right += [(model(models[c]["params"], {}, x).argmax(1) == y).double().mean().item() for c in models]
+    found = built.evaluate_unseen("test", "sampled")["deployed/unseen/test/accuracy"]
+    assert found == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn", "pfedhn_pc", "hyperfedzero"])
+def test_models_that_cannot_be_handed_on_are_refused(method: str) -> None:
+    with pytest.raises(NeedsError, match="weaves no whole model for each participant"):
+        simulation(method, unseen=1).evaluate_unseen(mode="ensemble")
+
+
+def test_newcomers_can_be_admitted_with_few_samples() -> None:
+    built = simulation("pfedhn", unseen=2, admit_rounds=1)
+    seen = {}
+
+    def noted(setup: Any, state: Any, newcomers: Cohort, ask: Any) -> Any:
+        seen.update({c: built.engine.federation.roster[c].rows["train"] for c in newcomers.clients})
+        return algorithms.get("pfedhn").admit(setup, state, newcomers, ask)
+
+    built.algorithm = replace(built.algorithm, admit=noted)
+    for samples in (3, 5):
+        built.evaluate_unseen(samples=samples)
+        assert {len(rows) for rows in seen.values()} == {samples}
+        assert all(set(rows) <= set(built.federation.roster[c].rows["train"]) for c, rows in seen.items())
+    assert built.engine.federation is built.federation
 
 
 def test_a_shift_of_nobody_changes_nothing() -> None:

@@ -45,16 +45,17 @@ from fedloom.core.contract import Algorithm, Ask, Batches, Cohort, Home, Model, 
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
-from fedloom.core.training import LocalConfig, Training, delta, report
+from fedloom.core.training import Training, delta, report
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 from fedloom.hypernets import encoder
+from fedloom.hypernets.per_tensor import PerTensorConfig
 from fedloom.hypernets.weaving import pull_back, weave
 from fedloom.models.spec import ModelSpec
 from fedloom.privacy.gaussian import perturb
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LocalConfig):
+class Config(PerTensorConfig):
     """IT-PFL-HN's options."""
 
     preset: Literal["paper", "standardised"] = option(
@@ -65,16 +66,6 @@ class Config(LocalConfig):
     encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
     descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
     descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
-    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (pFedHN, sec. 5).", low=0)
-    hidden: int = option(100, "Width of the loom's trunk (App. C).", low=1)
-    layers: int = option(3, "Hidden layers of the loom (App. C).", low=1)
-    server_lr: float = option(1e-2, "Outer learning rate (pFedHN's code).", low=0)
-    server_momentum: float = option(0.9, "Outer momentum (pFedHN's code).", low=0, high=1)
-    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (pFedHN's code).", low=0)
-    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (pFedHN's code).", low=0)
-    server_step: Literal["per_client", "cohort_mean"] = option(
-        "per_client", "One outer step per reply, or one on the mean, which wants a higher rate."
-    )
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False
@@ -88,10 +79,6 @@ class Config(LocalConfig):
     def private(self) -> bool:
         """Whether descriptors have a known sensitivity, and newcomers add noise."""
         return self.descriptor_epsilon > 0
-
-    def outer(self) -> Optimiser:
-        """The optimiser of loom and embeddings."""
-        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
 
     def encoder_optimiser(self) -> Optimiser:
         """The local optimiser with the encoder's rate."""

@@ -39,45 +39,22 @@ from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Pr
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
 from fedloom.core.shares import ask_class_shares
-from fedloom.core.training import (
-    LocalConfig,
-    Training,
-    begin,
-    delta,
-    like_report,
-    remember,
-    report,
-    train_step,
-)
+from fedloom.core.training import Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
-from fedloom.hypernets.per_tensor import PerTensorLoom, Shapes
+from fedloom.hypernets.per_tensor import PerTensorConfig, PerTensorLoom, Shapes
 from fedloom.hypernets.weaving import pull_back, weave
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LocalConfig):
+class Config(PerTensorConfig):
     """pFedHN's options."""
 
-    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (sec. 5).", low=0)
-    hidden: int = option(100, "Width of the loom's trunk (App. B).", low=1)
-    layers: int = option(3, "Hidden layers of the loom (App. B; C.3.3 tries 1 to 5).", low=1)
-    server_lr: float = option(1e-2, "Outer learning rate, alpha (the authors' code).", low=0)
-    server_momentum: float = option(0.9, "Outer momentum (the authors' code).", low=0, high=1)
-    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (the authors' code).", low=0)
-    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (the authors' code).", low=0)
-    server_step: Literal["per_client", "cohort_mean"] = option(
-        "per_client", "One outer step per reply (the paper), or one on the mean, which wants a higher rate."
-    )
     descriptor: Literal["trainable", "class_shares"] = option(
         "trainable", "Embeddings are learned, or fixed to each client's class shares (App. C.6)."
     )
     spectral_norm: bool = option(False, "Divide the loom's weights by their largest singular value (App. C.4).")
     admit_rounds: int = option(50, "Outer steps on a newcomer's embedding.", low=1)
     admit_lr: float = option(0.1, "Rate of the steps on a newcomer's embedding.", low=0)
-
-    def outer(self) -> Optimiser:
-        """The optimiser of loom and embeddings."""
-        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
 
 
 class State(NamedTuple):

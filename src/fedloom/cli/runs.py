@@ -46,25 +46,39 @@ def resume(
 def evaluate(
     run: RunPath,
     which: Which = "best",
-    split: Annotated[str, typer.Option(metavar="test|val|train", help="Which of the clients' own data.")] = "test",
+    split: Annotated[str, typer.Option(metavar="test|val|train|all", help="Which of the clients' own data.")] = "test",
     unseen: Annotated[bool, typer.Option("--unseen", help="The clients held out of training instead.")] = False,
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="admit|sampled|ensemble|nearest",
+            help="With --unseen: they are admitted, or get participants' models.",
+        ),
+    ] = "admit",
+    samples: Annotated[
+        int, typer.Option(min=0, metavar="N", help="With --unseen: admit each with N of its samples; 0: with all.")
+    ] = 0,
     adapt: Adapt = None,
     json: AsJson = False,
 ) -> None:
     """Try every client's model on its own data.
 
     Example: fedloom evaluate runs/pfedhn-digits-seed0 --split val
+
+    Unseen clients' whole data: fedloom evaluate runs/fedavg-digits-seed0 --unseen --split all
     """
     from fedloom import api
     from fedloom.clients.federation import SPLITS
     from fedloom.metrics.summary import summarise
 
-    if split not in SPLITS:
-        raise unknown("split", split, SPLITS)
+    if split not in (*SPLITS, "all"):
+        raise unknown("split", split, [*SPLITS, "all"])
+    if not unseen and (mode != "admit" or samples):
+        raise ConfigError("--mode and --samples are about clients held out of training; give --unseen too.")
     loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
     scores: dict[str, Any] = {}
     if unseen:
-        metrics = _unseen(loaded, split)
+        metrics = _unseen(loaded, split, mode, samples)
     else:
         scores = loaded.evaluate(split)
         metrics = summarise(scores, loaded.simulation.setup.task, "participants", split)
@@ -143,10 +157,8 @@ def _checkpoint(which: str) -> Any:
     return int(which)
 
 
-def _unseen(loaded: Any, split: str) -> dict[str, float]:
-    if split != "test":
-        raise ConfigError(f"--split is {split}; unseen clients are tried on their test data: leave it out.")
+def _unseen(loaded: Any, split: str, mode: str, samples: int) -> dict[str, float]:
     if not loaded.simulation.federation.unseen:
         raise RunError(f"{loaded.path} held no clients out of training; run with --unseen to hold some out.")
-    found: dict[str, float] = loaded.evaluate_unseen()
+    found: dict[str, float] = loaded.evaluate_unseen(split, mode, samples)
     return found

@@ -10,14 +10,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.config import option
+from fedloom.core.optim import Optimiser
+from fedloom.core.training import LocalConfig
 from fedloom.core.trees import Params
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerTensorConfig(LocalConfig):
+    """The options of every method with this loom: its size, and how the server steps."""
+
+    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (pFedHN, sec. 5).", low=0)
+    hidden: int = option(100, "Width of the loom's trunk (pFedHN, App. B).", low=1)
+    layers: int = option(3, "Hidden layers of the loom (pFedHN, App. B; C.3.3 tries 1 to 5).", low=1)
+    server_lr: float = option(1e-2, "Outer learning rate, alpha (pFedHN's code).", low=0)
+    server_momentum: float = option(0.9, "Outer momentum (pFedHN's code).", low=0, high=1)
+    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (pFedHN's code).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (pFedHN's code).", low=0)
+    server_step: Literal["per_client", "cohort_mean"] = option(
+        "per_client", "One outer step per reply (the paper), or one on the mean, which wants a higher rate."
+    )
+
+    def outer(self) -> Optimiser:
+        """The optimiser of loom and embeddings."""
+        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
 
 
 @dataclass(frozen=True)

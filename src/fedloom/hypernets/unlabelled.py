@@ -5,9 +5,8 @@
 A newcomer gets the model of a participant drawn at random (``sampled``), of the one whose samples are hardest to tell
 from its own (``nearest``), or all of them, whose outputs it averages (``ensemble``); always among the participants
 that have its architecture. The first two are deployed like any pFedHN model, the last one with ``ensemble_predict`` in
-place of the method's ``predict``.
-
-The paper's figure for ``sampled`` is the mean over all participants' models: average over seeds.
+place of the method's ``predict``. As in the paper, nothing is drawn for ``sampled``: every participant's model is tried
+in turn, and the mean is what a draw is worth.
 
 The A-distance (Ben-David et al. 2007) of two clients is 2 (1 - 2 err), err being the error of a linear classifier that
 tells their samples apart. No sample moves: the server holds one classifier per pair and sends it to both, and each
@@ -19,7 +18,7 @@ divided by the root of their number; the steps and their rate. Equal distances g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,18 +27,15 @@ from torch import Tensor
 from fedloom.core.contract import Ask, Batch, Batches, Home, Program, Sent, Setup
 from fedloom.core.errors import NeedsError
 from fedloom.core.optim import Optimiser
-from fedloom.core.random import stream
 from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.models.spec import ModelSpec
 
 
-def sampled(setup: Setup[Any], models: PerClient, newcomers: Sequence[ClientId], seed: int = 0) -> Sent:
-    """The model of a participant drawn at random for each newcomer."""
-    drawn = {}
-    for client in newcomers:
-        alike = _alike(setup, models, client)
-        drawn[client] = models[alike[stream(setup.seed, seed, client, "sampled").integers(len(alike))]]
-    return Sent({}, PerClient.of(drawn))
+def sampled(setup: Setup[Any], models: PerClient, newcomers: Sequence[ClientId]) -> Iterator[Sent]:
+    """One participant's model after another, for every newcomer of its architecture."""
+    alike = {client: _alike(setup, models, client) for client in newcomers}
+    for turn in range(max(map(len, alike.values()), default=0)):
+        yield Sent({}, PerClient.of({client: models[own[turn]] for client, own in alike.items() if turn < len(own)}))
 
 
 def nearest(

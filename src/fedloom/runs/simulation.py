@@ -28,6 +28,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.metrics.evaluation import Score, evaluate
 from fedloom.metrics.summary import summarise
+from fedloom.metrics.unseen import evaluate_handed_on
 from fedloom.models.model import Model
 from fedloom.models.spec import import_path, parse
 from fedloom.runs.options import RunOptions
@@ -194,23 +195,53 @@ class Simulation:
         self.engine.begin("admission")
         return self.algorithm.admit(self.setup, self.state, Cohort(self.round, tuple(newcomers)), self.engine.ask)
 
-    def evaluate_unseen(self) -> dict[str, float]:
-        """Unseen clients are admitted with their training data and tried on their test data."""
-        newcomers = self.federation.having("test", self.federation.having("train", self.federation.unseen))
+    def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
+        """Unseen clients are admitted with their training data and tried on a split of their own data.
+
+        ``all`` is their whole data, as zACC has it. ``samples``: at most so many samples of each are there to admit it;
+        0: all. Modes other than ``admit`` hand participants' models on (``metrics.unseen``).
+        """
+        newcomers = self.federation.having(split, self.federation.having("train", self.federation.unseen))
         if not newcomers:
             return {}
-        sent = self._admit_without_labels(newcomers) if not self.algorithm.admit_labels else self.admit(newcomers)
+        if mode != "admit":
+            if samples:
+                raise ConfigError(f"A number of samples is for admission, not for the mode {mode}. Leave one out.")
+            self.engine.begin("evaluation of unseen clients")
+            scores = evaluate_handed_on(self.algorithm, self.setup, self.state, newcomers, split, mode, self.engine.ask)
+            return summarise(scores, self.setup.task, "unseen", split)
+        if self.algorithm.admit and self.algorithm.admit_labels and split in ("train", "all"):
+            raise NeedsError(
+                f"{self.algorithm.name} admits newcomers by training on their labelled samples, and on {split} data it "
+                "would be tried on the same samples. Use the split test."
+            )
+        sent = self._admit_with(newcomers, samples)
         self.engine.begin("evaluation of unseen clients")
-        scores = evaluate(self.algorithm, lambda _: sent, newcomers, "test", self.engine.ask, at_once=len(newcomers))
-        return summarise(scores, self.setup.task, "unseen", "test")
+        scores = evaluate(
+            self.algorithm,
+            lambda _: sent,
+            newcomers,
+            split,
+            self.engine.ask,
+            at_once=len(newcomers),
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+        return summarise(scores, self.setup.task, "unseen", split)
 
-    def _admit_without_labels(self, newcomers: Sequence[ClientId]) -> Sent:
-        """Admission with every label of the newcomers' training data out of reach."""
-        rows = np.concatenate([self.federation.roster[client].rows["train"] for client in newcomers])
-        hidden = self.federation.y.clone()
-        hidden[torch.as_tensor(rows, device=hidden.device)] = -1
+    def _admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
+        """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
+        shown, roster = self.federation, dict(self.federation.roster)
+        if not self.algorithm.admit_labels:
+            rows = np.concatenate([roster[client].rows["train"] for client in newcomers])
+            hidden = shown.y.clone()
+            hidden[torch.as_tensor(rows, device=hidden.device)] = -1  # out of reach
+            shown = replace(shown, y=hidden)
+        for client in newcomers if samples else ():
+            own = roster[client].rows
+            kept = stream(self.options.seed, client, "samples of a newcomer").permutation(own["train"])[:samples]
+            roster[client] = replace(roster[client], rows={**own, "train": np.sort(kept)})
         seen = self.engine.federation
-        self.engine.federation = replace(self.federation, y=hidden)
+        self.engine.federation = replace(shown, roster=roster)
         try:
             return self.admit(newcomers)
         finally:
