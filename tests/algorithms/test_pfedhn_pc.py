@@ -13,6 +13,7 @@ from fedloom.algorithms import pfedhn
 from fedloom.algorithms.pfedhn_pc import ALGORITHM
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
+from fedloom.hypernets.outer import begin_outer
 from tiny import HAND, Ears, headless, lines, torch_steps
 
 PLAIN_OUTER = {"server_momentum": 0.0, "server_weight_decay": 0.0, "server_clip": 0.0}
@@ -24,7 +25,7 @@ def by_hand(setup) -> pfedhn.State:
     loom = {f"{name}.weight": torch.full((1, 1), value).double() for name, value in values.items()}
     loom |= {f"{name}.bias": torch.zeros(1).double() for name in values}
     table = torch.ones(len(setup.clients), 1, dtype=torch.float64)
-    return pfedhn.State(loom, table, torch.full((len(table),), True), {})
+    return pfedhn.State(loom, table, torch.full((len(table),), True), begin_outer(setup.config.outer(), loom, table))
 
 
 BY_HAND = dataclasses.replace(ALGORITHM, init=by_hand)

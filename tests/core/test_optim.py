@@ -113,3 +113,34 @@ def test_a_stack_under_vmap_equals_a_loop(optimiser: Optimiser) -> None:
         params, state = vmap(optimiser.update)(params, stack([g[step] for _, g in clients]), state)
     for name, value in stack(looped).items():
         torch.testing.assert_close(params[name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3},  # pFedHN's
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5},  # its matrix has complex eigenvalues
+        {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
+        {"lr": 0.0, "momentum": 0.5, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 1.0, "weight_decay": 0.0},  # both eigenvalues are 1
+    ],
+)
+def test_coasting_is_as_many_steps_without_a_gradient(rates: dict[str, float]) -> None:
+    optimiser, waits = Optimiser("sgd", clip=50.0, **rates), [0, 1, 2, 7, 300]
+    table, speed = torch.randn(2, len(waits), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if not rates["momentum"]:
+        speed = torch.zeros_like(speed)
+    values, moving = optimiser.coast(table, speed, torch.tensor(waits))
+    for row, wait in enumerate(waits):
+        params, state = {"v": table[row]}, {"momentum": {"v": speed[row]}} if rates["momentum"] else {}
+        for _ in range(wait):
+            params, state = optimiser.update(params, {"v": torch.zeros(3, dtype=torch.float64)}, state)
+        torch.testing.assert_close(values[row], params["v"], rtol=1e-9, atol=1e-12)
+        if rates["momentum"]:
+            torch.testing.assert_close(moving[row], state["momentum"]["v"], rtol=1e-9, atol=1e-12)
+
+
+def test_only_sgd_can_coast() -> None:
+    with pytest.raises(NotImplementedError, match="only sgd can coast, not adam"):
+        Optimiser("adam").coast(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1))

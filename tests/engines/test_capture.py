@@ -23,7 +23,7 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
     kinds: dict[str, CapturedSteps] = {}
 
     def through_places(self, program, plan, step, shared, facts, carry):
-        kind = f"{program.name}{len(facts[0])}"
+        kind = f"{program[0].name}{len(facts[0])}"
         if kind not in kinds:
             data = (self.federation.x, self.federation.y)
             kinds[kind] = CapturedSteps(step, shared, facts, carry, data, width=6, capacity=16)
@@ -43,7 +43,7 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
         recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [])
         plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
         facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
-        return recordings, [recordings.run("p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
+        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here\nlong story")

@@ -14,7 +14,7 @@ from fedloom.core.contract import Cohort
 from fedloom.core.errors import RoundError
 from fedloom.core.trees import PerClient, flatten
 from fedloom.engines.auto import ENGINES, choose
-from fedloom.engines.engine import Outcome, refusals
+from fedloom.engines.engine import Outcome, _finite, refusals
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from testnets import Explosive
@@ -74,7 +74,9 @@ def test_refusals_name_missing_and_surplus_tensors() -> None:
     stacked = {"a": torch.zeros(3, 2), "c": torch.zeros(3)}
     assert refusals(expected, stacked, 3) == ["replied with shape None for b; expected ()"] * 3
     stacked = {"a": torch.zeros(3, 2), "b": torch.tensor([0.0, float("inf"), 1.0])}
-    assert refusals(expected, stacked, 3) == [None, "replied with NaN or Inf", None]
+    assert refusals(expected, stacked, 3) == [None] * 3
+    kept = {"c": torch.tensor([1.0, 1.0, torch.inf])}
+    assert _finite(stacked, kept, torch.ones(3)).tolist() == [[True, False, True], [True, True, False]]
 
 
 def test_a_dropped_client_keeps_the_memory_it_had() -> None:

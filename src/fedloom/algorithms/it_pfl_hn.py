@@ -48,6 +48,7 @@ from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import Training, delta, report
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 from fedloom.hypernets import encoder
+from fedloom.hypernets.outer import outer_steps, rows_now
 from fedloom.hypernets.per_tensor import PerTensorConfig
 from fedloom.hypernets.weaving import pull_back, weave
 from fedloom.models.spec import ModelSpec
@@ -132,18 +133,15 @@ def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[St
     """A round of pFedHN, and beside it one of FedAvg for the encoder; later, a round of fine-tuning."""
     if cohort.round > setup.config.finetune_after:
         return finetune(setup, state, cohort, ask)
-    loom, own = pfedhn.loom_of(setup, pfedhn.whole), state.embeddings[setup.rows(cohort.clients)]
+    loom, own = pfedhn.loom_of(setup, pfedhn.whole), rows_now(setup, state.embeddings, state.optimiser, cohort.clients)
     replies = ask(pfedhn.program(setup.config), {}, weave(setup, loom, state.loom, own, cohort.clients))
-    told = torch.ones_like(state.embeddings[:, 0], dtype=torch.bool)
-    first = pfedhn.State(state.loom, state.embeddings, told, state.optimiser)
-    learned = pfedhn.learn(setup, loom, first, replies)
+    phi, table, memory = outer_steps(setup, loom, state.loom, state.embeddings, state.optimiser, replies, learned=True)
     # the embedding that the encoder is to give is the one that the woven model came from
     fit = encoder.fit_program(encoder_of(setup), setup.config.encoder_batches())
     fits = ask(fit, {"encoder": state.encoder}, PerClient([(cohort.clients, {"embedding": own})]))
     ((_, fitted),) = fits.groups
     gamma = tree_map(lambda value, change: value + change.mean(0), state.encoder, fitted["delta"])
-    state = state._replace(loom=learned.loom, embeddings=learned.embeddings, optimiser=learned.optimiser)
-    state = state._replace(encoder=gamma, tuned=learned.loom)
+    state = state._replace(loom=phi, embeddings=table, optimiser=memory, encoder=gamma, tuned=phi)
     return state, {"local_loss": mean_loss(replies), "encoder_loss": mean_loss(fits), "finetuning": 0.0}
 
 
@@ -209,7 +207,8 @@ def tune_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple
 def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
     """App. B: participants have the loom from before the fine-tuning."""
     loom = pfedhn.loom_of(setup, pfedhn.whole)
-    return Sent({}, weave(setup, loom, state.loom, state.embeddings[setup.rows(clients)], clients))
+    own = rows_now(setup, state.embeddings, state.optimiser, clients)
+    return Sent({}, weave(setup, loom, state.loom, own, clients))
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:

@@ -36,11 +36,13 @@ from torch import Tensor
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
 from fedloom.core.shares import ask_class_shares
 from fedloom.core.training import Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.hypernets.outer import begin_outer, outer_steps, rows_now
 from fedloom.hypernets.per_tensor import PerTensorConfig, PerTensorLoom, Shapes
 from fedloom.hypernets.weaving import pull_back, weave
 
@@ -57,11 +59,15 @@ class Config(PerTensorConfig):
     admit_lr: float = option(0.1, "Rate of the steps on a newcomer's embedding.", low=0)
 
 
+MAX_DEFAULT_DIM = 10_000
+"""The paper has at most 500 clients; its rule for the size of an embedding is not meant for millions."""
+
+
 class State(NamedTuple):
     """The loom and one embedding per client of the roster."""
 
     loom: Mapping[str, Tensor]
-    embeddings: Tensor  # (clients, embed_dim)
+    embeddings: Tensor  # (clients, embed_dim), read by ``embeddings_of``
     described: Tensor  # (clients,) bool: whose class shares are known; all True where embeddings are learned
     optimiser: Tree
 
@@ -81,6 +87,11 @@ def loom_of(setup: Setup[Any], part: Callable[[Model], Shapes]) -> PerTensorLoom
     config = setup.config
     targets = {str(spec): part(model) for spec, model in setup.architectures.items()}
     dim = config.embed_dim or 1 + len(setup.clients) // 4
+    if dim > MAX_DEFAULT_DIM and not config.embed_dim:
+        raise ConfigError(
+            f"The paper's embeddings of {dim:,} numbers are too large for {len(setup.clients):,} clients. "
+            "Give --embed-dim, e.g. 32."
+        )
     if config.descriptor == "class_shares":
         dim = setup.models[setup.clients[0]].num_outputs
     return PerTensorLoom(dim, targets, config.hidden, config.layers, config.spectral_norm)
@@ -95,41 +106,39 @@ def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
     if not told:
         table = torch.full_like(table, 1 / loom.embed_dim)  # until a client has told its shares
     described = torch.full((len(table),), told, device=setup.device)
-    return State(phi, table, described, setup.config.outer().init({**phi, "embeddings": table}))
+    return State(phi, table, described, begin_outer(setup.config.outer(), phi, table))
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
     """Algorithm 1 for each client of the cohort."""
     loom = loom_of(setup, whole)
     state = describe(setup, state, cohort.clients, ask)
-    woven = weave(setup, loom, state.loom, state.embeddings[setup.rows(cohort.clients)], cohort.clients)
+    woven = weave(setup, loom, state.loom, embeddings_of(setup, state, cohort.clients), cohort.clients)
     replies = ask(program(setup.config), {}, woven)
     return learn(setup, loom, state, replies), {"local_loss": mean_loss(replies)}
 
 
 def learn(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
-    """Step on phi and v: once per reply in the roster's order, or once on the mean of all."""
-    if setup.config.server_step == "cohort_mean":
-        return step(setup, loom, state, replies)
-    for client in sorted(replies, key=lambda c: setup.rows([c])):
-        state = step(setup, loom, state, PerClient([([client], replies.pick([client]))]))
-    return state
-
-
-def step(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
-    """One outer step along the replies' mean pseudo-gradient, pulled back through the loom."""
-    grads, table_grad = pull_back(setup, loom, state.loom, state.embeddings, setup.clients, replies)
+    """Step on phi and v along the replies' pseudo-gradients, pulled back through the loom."""
     learned = setup.config.descriptor == "trainable"
-    if not learned:
-        table_grad = torch.zeros_like(table_grad)  # what is fixed has no part in the norm that is clipped
-    before = {**state.loom, "embeddings": state.embeddings}
-    after, optimiser = setup.config.outer().update(before, {**grads, "embeddings": table_grad}, state.optimiser)
-    phi = {name: value for name, value in after.items() if name != "embeddings"}
-    return State(phi, after["embeddings"] if learned else state.embeddings, state.described, optimiser)
+    phi, table, memory = outer_steps(
+        setup, loom, state.loom, state.embeddings, state.optimiser, replies, learned=learned
+    )
+    return State(phi, table, state.described, memory)
+
+
+def embeddings_of(setup: Setup[Any], state: Any, clients: Sequence[ClientId]) -> Tensor:
+    """v_i of each of the clients."""
+    if setup.config.descriptor == "class_shares":
+        fixed: Tensor = state.embeddings[setup.rows(clients)]
+        return fixed
+    return rows_now(setup, state.embeddings, state.optimiser, clients)
 
 
 def describe(setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask) -> State:
     """Ask for the class shares of clients that have not told them yet (App. C.6)."""
+    if setup.config.descriptor == "trainable":
+        return state
     known = state.described[setup.rows(clients)].tolist()
     missing = [client for client, told in zip(clients, known) if not told]
     if not missing:
@@ -168,7 +177,7 @@ def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tup
 
 def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
     """Each client's woven model."""
-    return Sent({}, weave(setup, loom_of(setup, whole), state.loom, state.embeddings[setup.rows(clients)], clients))
+    return Sent({}, weave(setup, loom_of(setup, whole), state.loom, embeddings_of(setup, state, clients), clients))
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
@@ -192,7 +201,7 @@ def embed(
     ``keeps``: newcomers keep something of these rounds (a head, running statistics), so that they also take place
     where the embedding is given.
     """
-    table = state.embeddings.mean(0).repeat(len(clients), 1)
+    table = embeddings_of(setup, state, setup.clients).mean(0).repeat(len(clients), 1)
     row = {client: i for i, client in enumerate(clients)}
     given = setup.config.descriptor == "class_shares"
     if given:

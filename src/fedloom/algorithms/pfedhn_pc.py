@@ -58,7 +58,7 @@ def round(setup: Setup[Config], state: pfedhn.State, cohort: Cohort, ask: Ask) -
     """A round of pFedHN with another client program."""
     loom = pfedhn.loom_of(setup, body)
     state = pfedhn.describe(setup, state, cohort.clients, ask)
-    woven = weave(setup, loom, state.loom, state.embeddings[setup.rows(cohort.clients)], cohort.clients)
+    woven = weave(setup, loom, state.loom, pfedhn.embeddings_of(setup, state, cohort.clients), cohort.clients)
     replies = ask(program(setup.config), {}, woven)
     return pfedhn.learn(setup, loom, state, replies), {"local_loss": mean_loss(replies)}
 
@@ -109,7 +109,7 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
 def personalise(setup: Setup[Any], state: pfedhn.State, clients: Sequence[ClientId]) -> Sent:
     """Each client's woven body."""
     loom = pfedhn.loom_of(setup, body)
-    return Sent({}, weave(setup, loom, state.loom, state.embeddings[setup.rows(clients)], clients))
+    return Sent({}, weave(setup, loom, state.loom, pfedhn.embeddings_of(setup, state, clients), clients))
 
 
 def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:

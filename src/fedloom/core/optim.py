@@ -7,11 +7,13 @@ and they run under ``vmap``. Clipping is by the norm over all tensors together, 
 
 from __future__ import annotations
 
+import cmath
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fedloom.core.trees import Params, Tree, squared_norm, tree_map
 
@@ -50,6 +52,32 @@ class Optimiser:
             grads = tree_map(lambda g, p: torch.add(g, p, alpha=self.weight_decay), grads, params)
         return self._sgd(params, grads, state) if self.name == "sgd" else self._adam(params, grads, state)
 
+    def coast(self, values: Tensor, momentum: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a table and of its momentum after ``steps`` (rows,) steps of SGD without a gradient.
+
+        Momentum and decay act on rows that nobody touches. Each step is one 2 x 2 matrix, so that rows can wait until
+        they are touched and then take all steps at once, by the powers of its eigenvalues.
+        """
+        if self.name != "sgd":
+            raise NotImplementedError(f"only sgd can coast, not {self.name}")
+        keep, mu = 1 - self.lr * self.weight_decay, self.momentum
+        a, b, c, d = keep, -self.lr * mu, self.weight_decay, mu  # value' = a value + b momentum; momentum' = c, d
+        root = cmath.sqrt((a - d) ** 2 + 4 * b * c)
+        one, other = (a + d + root) / 2, (a + d - root) / 2
+        k = steps.to(torch.complex128)[:, None]
+        if root:
+            # A^k = p A + q by Cayley and Hamilton
+            p = (_power(one, k) - _power(other, k)) / root
+            q = (one * _power(other, k) - other * _power(one, k)) / root
+        else:
+            p = k * _power(one, k - 1)
+            q = (1 - k) * _power(one, k)
+        p, q = p.real, q.real
+        wide, moving = values.double(), momentum.double()
+        after = (p * a + q) * wide + p * b * moving, p * c * wide + (p * d + q) * moving
+        still = (steps == 0)[:, None]
+        return torch.where(still, values, after[0].to(values)), torch.where(still, momentum, after[1].to(values))
+
     def _sgd(self, params: Params, grads: Params, state: Tree) -> tuple[Params, Tree]:
         if self.momentum:
             # as torch does: no dampening, so that the first step is the plain gradient
@@ -68,3 +96,7 @@ class Optimiser:
         decay = 1 - self.lr * self.weight_decay if self.name == "adamw" else 1.0
         params = tree_map(lambda p, m, s: decay * p - rate * m / (s.sqrt() / root + self.eps), params, mean, square)
         return params, {"mean": mean, "square": square, "count": count}
+
+
+def _power(base: complex, exponent: Tensor) -> Tensor:
+    return torch.pow(torch.tensor(base, dtype=exponent.dtype, device=exponent.device), exponent)

@@ -10,7 +10,7 @@ Where a step is replayed often enough to pay for it, ``torch.compile`` fuses its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -50,15 +50,26 @@ class Recordings:
         self._ways: dict[Any, list[str]] = {}
 
     def run(
-        self, name: str, plan: PaddedSchedule, step: Step, shared: Any, facts: Any, carry: Any, rounds_left: int
+        self,
+        label: str,
+        name: Hashable,
+        plan: PaddedSchedule,
+        step: Step,
+        shared: Any,
+        facts: Any,
+        carry: Any,
+        rounds_left: int,
     ) -> Any:
-        """The carry after every step of ``plan``; None where the steps are few or cannot be recorded."""
+        """The carry after every step of ``plan``; None where the steps are few or cannot be recorded.
+
+        ``name`` and the shapes must fix what ``step`` does; ``label`` is for people.
+        """
         steps = len(plan.active)
         if steps < MIN_RECORDED_STEPS:
             return None
         width, capacity, ragged = plan.rows.shape[2], -(-steps // CAPACITY) * CAPACITY, plan.active[-1] < len(facts[0])
-        shapes = pytree.tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype), (shared, facts, carry))
-        kind = (name, str(pytree.tree_flatten(shapes)), width, capacity, bool(ragged))
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((shared, facts, carry)))
+        kind = (name, shapes, width, capacity, bool(ragged))
         ways = self._ways.setdefault(kind, ["recorded"])
         self._uses[kind] += 1
         if self._uses[kind] == 3 and ways and rounds_left * steps >= MIN_COMPILED_STEPS:
@@ -77,7 +88,7 @@ class Recordings:
             except Exception as error:
                 if made is not None and made.graph is not None:
                     raise
-                self.notes.append(f"{name} cannot be {ways.pop(0)}: {str(error).splitlines()[0]}")
+                self.notes.append(f"{label} cannot be {ways.pop(0)}: {str(error).splitlines()[0]}")
                 continue
             self.kept[kind] = made
             for oldest in list(self.kept)[:-KEPT]:

@@ -20,6 +20,7 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Home, Model, Program
 from fedloom.core.errors import RoundError
 from fedloom.core.random import seed_of, stream
+from fedloom.core.recording import Replayer
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.allocator import keep_freed_memory
 
@@ -74,6 +75,7 @@ class AbstractEngine(abc.ABC):
         self.books = Books()
         self.notes: list[str] = []
         self.rounds_left = 0
+        self.replay = Replayer()
         self._room: dict[tuple[str, Hashable], int] = {}
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0
@@ -206,9 +208,11 @@ class AbstractEngine(abc.ABC):
         for clients, replies in outcome.replies.groups:
             self.books.bytes_up += num_bytes(replies)
             expected = program.expects(shared, mine[clients[0]])
-            reasons = refusals(expected, replies, len(clients))
-            kept = outcome.memories.pick(clients)
-            reasons = [r or (None if fine else SPOILT) for r, fine in zip(reasons, _finite(kept, len(clients)))]
+            kept, number = outcome.memories.pick(clients), len(clients)
+            reasons = refusals(expected, replies, number)
+            if not any(reasons):
+                fine, sound = self.replay("finite", _finite, replies, kept, self.num_samples(clients)).tolist()
+                reasons = ["replied with NaN or Inf" if not f else None if s else SPOILT for f, s in zip(fine, sound)]
             good = [c for c, reason in zip(clients, reasons) if reason is None]
             self.books.dropped += [Dropped(c, program.name, r) for c, r in zip(clients, reasons) if r is not None]
             self.memory.update((client, outcome.memories[client]) for client in good)
@@ -237,7 +241,7 @@ class AbstractEngine(abc.ABC):
 
 
 def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
-    """For each of a stack of replies why it cannot be used, or None. One transfer from the device for all."""
+    """For each of a stack of replies why its form cannot be used, or None."""
     wrong = faults(replies, "reply")
     if wrong:
         return [f"replied with something that is not a tree of tensors: {wrong[0]}"] * number
@@ -246,12 +250,14 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
     for path in [*wanted, *got]:
         if wanted.get(path) != got.get(path):
             return [f"replied with shape {got.get(path)} for {path}; expected {wanted.get(path)}"] * number
-    return [None if fine else "replied with NaN or Inf" for fine in _finite(replies, number)]
+    return [None] * number
 
 
-def _finite(trees: Tree, number: int) -> list[bool]:
-    """Which trees of a stack hold finite numbers only."""
-    # nothing but a finite number times zero is zero, and its sum shows it: two passes instead of four
-    rows = [leaf.reshape(number, -1).mul(0).sum(1, dtype=torch.float32) for _, leaf in leaves(trees) if leaf.numel()]
-    found: list[bool] = (torch.stack(rows).sum(0) == 0).tolist() if rows else [True] * number
-    return found
+def _finite(replies: Tree, kept: Tree, clients: Tensor) -> Tensor:
+    """Which replies and which memories of a stack hold finite numbers only: (2, clients), read back at once."""
+    found = []
+    for tree in (replies, kept):
+        # nothing but a finite number times zero is zero, and a sum shows it
+        rows = [leaf.reshape(len(clients), -1).mul(0).sum(1).to(clients) for _, leaf in leaves(tree) if leaf.numel()]
+        found.append(torch.stack([torch.zeros_like(clients), *rows]).sum(0) == 0)
+    return torch.stack(found)

@@ -7,7 +7,7 @@ clients still at work cost and none is masked away. Batches that are not full ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,33 +48,35 @@ class Vectorised(AbstractEngine):
         def home(facts: Facts) -> Home:
             return self.home(clients[0], *facts, program.guest)
 
-        def init(facts: Facts, own: Tree, memory: Tree) -> Any:
-            return program.init(home(facts), shared, own, memory)
+        def init(shared: Tree, facts: Facts, own: Tree, memory: Tree) -> Any:
+            return vmap(lambda facts, own, memory: program.init(home(facts), shared, own, memory))(facts, own, memory)
 
         def step(shared: Tree, facts: Facts, carry: Any, batch: Batch) -> Any:
             return program.step(home(facts), shared, carry, batch)
 
-        def final(facts: Facts, carry: Any, memory: Tree) -> Any:
-            return program.final(home(facts), shared, carry, memory)
+        def final(shared: Tree, facts: Facts, carry: Any, memory: Tree) -> Any:
+            return vmap(lambda f, carry, memory: program.final(home(f), shared, carry, memory))(facts, carry, memory)
 
-        carry = vmap(init)(facts, own, memory)
-        carry = self._all_steps(program, plan, step, shared, facts, carry)
-        reply, after = vmap(final)(facts, carry, memory)
+        kind = (program, self.federation.roster[clients[0]].model.spec)
+        carry = self.replay(("init", kind), init, shared, facts, own, memory)
+        carry = self._all_steps(kind, plan, step, shared, facts, carry)
+        reply, after = self.replay(("final", kind), final, shared, facts, carry, memory)
         return Outcome(PerClient([(clients, reply)]), PerClient([(clients, after)]))
 
     def free_memory(self) -> bool:
         """Forget the recorded steps."""
-        freed = bool(self._recordings.kept)
+        freed = bool(self._recordings.kept or self.replay.kept)
         self._recordings.kept.clear()
+        self.replay.kept.clear()
         torch.cuda.empty_cache()
         return freed
 
     def _all_steps(
-        self, program: Program, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any
+        self, kind: tuple[Program, Hashable], plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any
     ) -> Any:
         """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
         if self.federation.device.type == "cuda":
-            after = self._recordings.run(program.name, plan, step, shared, facts, carry, self.rounds_left)
+            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, self.rounds_left)
             if after is not None:
                 return after
         return self._steps(plan, step, shared, facts, carry)

@@ -35,7 +35,7 @@ def weave(setup: Setup[Any], loom: Loom, phi: Params, embeddings: Tensor, client
                     f"The loom weaves {', '.join(loom.targets)}; client {members[0]} has {spec}. "
                     "Admit it with an architecture that took part in training."
                 )
-            vectors = loom(phi, embeddings[[row[m] for m in members]], str(spec))
+            vectors = loom(phi, _pick(embeddings, [row[m] for m in members]), str(spec))
             groups.append((members, {"params": loom.unflatten(vectors, str(spec))}))
     return PerClient(groups)
 
@@ -61,9 +61,14 @@ def pull_back(
     for group, _ in replies.groups:
         # architectures of equal shapes share a group of replies, but not a head
         for spec, members in setup.by_model(group).items():
-            woven.append(loom(weights, table[[row[m] for m in members]], str(spec)))
+            woven.append(loom(weights, _pick(table, [row[m] for m in members]), str(spec)))
             pseudo_grads.append(-loom.flatten(replies.pick(members)["delta"], str(spec)) / len(replies))
     wanted = [table, *(weights.values() if through_loom else ())]
     # a head that no reply went through has a gradient of zero: decay and momentum still act on it
     grads = torch.autograd.grad(woven, wanted, pseudo_grads, allow_unused=True, materialize_grads=True)
     return dict(zip(weights, grads[1:])), grads[0]
+
+
+def _pick(table: Tensor, rows: list[int]) -> Tensor:
+    """Rows of a table; the table itself where they are all of it in order, which a recorded graph can hold."""
+    return table if rows == list(range(len(table))) else table[rows]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded function gives what the function gives; off a GPU it is the function."""
+
+import pytest
+import torch
+
+from fedloom.core import recording
+from fedloom.core.recording import Replayer
+
+
+def test_without_a_gpu_the_function_is_called_every_time() -> None:
+    calls = []
+
+    def function(tree: dict[str, torch.Tensor], more: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(len(calls))
+        return {"sum": tree["a"] + more}
+
+    replay = Replayer()
+    for value in (1.0, 2.0):
+        assert float(replay("f", function, {"a": torch.tensor(value)}, torch.tensor(3.0))["sum"]) == value + 3
+    assert calls == [0, 1] and not replay.kept
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_is_recorded_once_per_shape_and_results_are_values_of_their_own() -> None:
+    calls = []
+
+    def function(a: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(a.shape)
+        (grad,) = torch.autograd.grad((b := a.detach().requires_grad_()).square().sum(), b)
+        return {"grad": grad}
+
+    replay = Replayer()
+    first = replay("f", function, torch.ones(3, device="cuda"))
+    second = replay("f", function, torch.full((3,), 2.0, device="cuda"))
+    assert first["grad"].tolist() == [2.0] * 3 and second["grad"].tolist() == [4.0] * 3
+    assert len(calls) == 3  # two trials and the recording
+    replay("f", function, torch.ones(4, device="cuda"))
+    assert len(calls) == 6 and len(replay.kept) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return a * float(a.sum())
+
+    monkeypatch.setattr(recording, "KEPT", 1)
+    replay = Replayer()
+    for value in (1.0, 2.0):
+        assert replay("f", function, torch.full((2,), value, device="cuda")).tolist() == [2 * value**2] * 2
+    replay("g", torch.neg, torch.ones(2, device="cuda"))
+    assert len(replay.kept) == 1
