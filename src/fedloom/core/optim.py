@@ -99,4 +99,5 @@ class Optimiser:
 
 
 def _power(base: complex, exponent: Tensor) -> Tensor:
-    return torch.pow(torch.tensor(base, dtype=exponent.dtype, device=exponent.device), exponent)
+    powers: Tensor = torch.pow(base, exponent)
+    return powers

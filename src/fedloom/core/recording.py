@@ -18,6 +18,12 @@ KEPT = 32
 """Recordings kept at a time: each has memory of its own."""
 
 
+def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """An array or a list as a tensor on ``device``, without waiting for what the device is doing."""
+    made = torch.as_tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 class Replayer:
     """Calls functions by way of recordings. What a function uses besides its arguments must be fixed by ``name``."""
 

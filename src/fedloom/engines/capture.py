@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
+from fedloom.core.recording import to_device
+from fedloom.engines.convolution import products_for
 
 Step = Callable[[Any, Any, Any, Batch], Any]
 """(shared, facts, carry, batch) -> carry, for one client."""
@@ -130,7 +132,8 @@ class CapturedSteps:
         self._run: Callable[..., list[Tensor]] = self._next
         if compiled:
             # traced down to plain operators first, so that the compiler meets neither vmap nor grad
-            traced = make_fx(self._next)(*self._everything)
+            with products_for(clients):
+                traced = make_fx(self._next)(*self._everything)
             self._run = torch.compile(traced, dynamic=False, fullgraph=True)
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -138,11 +141,12 @@ class CapturedSteps:
         """Every step of ``plan``; the carry at the end."""
         number = len(plan.active)
         _copy(self.inputs, (shared, facts, carry))
-        self.rows[:number, :, : plan.rows.shape[2]].copy_(torch.from_numpy(plan.rows))
-        self.sizes[:number].copy_(torch.from_numpy(plan.sizes))
-        self.epochs[:number].copy_(torch.from_numpy(plan.epochs))
+        device = self.counter.device
+        self.rows[:number, :, : plan.rows.shape[2]].copy_(to_device(plan.rows, device))
+        self.sizes[:number].copy_(to_device(plan.sizes, device))
+        self.epochs[:number].copy_(to_device(plan.epochs, device))
         self.keys.copy_(fold(facts[1], torch.arange(len(self.keys), device=self.keys.device)[:, None]))
-        self.steps.copy_(torch.from_numpy((plan.sizes > 0).sum(0)))
+        self.steps.copy_(to_device((plan.sizes > 0).sum(0), device))
         self.counter.zero_()
         if self.graph is None and self.counter.is_cuda:
             self.graph = self._capture()

@@ -20,7 +20,7 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Home, Model, Program
 from fedloom.core.errors import RoundError
 from fedloom.core.random import seed_of, stream
-from fedloom.core.recording import Replayer
+from fedloom.core.recording import Replayer, to_device
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.allocator import keep_freed_memory
 
@@ -123,12 +123,12 @@ class AbstractEngine(abc.ABC):
     def num_samples(self, clients: Sequence[ClientId]) -> Tensor:
         """The sizes of the clients' training data, in the type that weights are computed in."""
         counts = [len(self.federation.roster[client].rows["train"]) for client in clients]
-        return torch.tensor(counts, dtype=self.federation.dtype, device=self.federation.device)
+        return to_device(counts, self.federation.device, self.federation.dtype)
 
     def keys(self, clients: Sequence[ClientId]) -> Tensor:
         """The keys for draws inside this ask."""
         seeds = [seed_of(*self._name(client), "draws") for client in clients]
-        return torch.tensor(seeds, dtype=torch.int64, device=self.federation.device)
+        return to_device(seeds, self.federation.device, torch.int64)
 
     def schedule(self, program: Program, client: ClientId) -> Schedule:
         """The client's batches in this ask."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedloom.core.contract import Setup
 from fedloom.core.optim import Optimiser
+from fedloom.core.recording import to_device
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 from fedloom.hypernets.weaving import Loom, pull_back
 
@@ -28,7 +29,7 @@ def begin_outer(outer: Optimiser, phi: Params, table: Tensor) -> Tree:
 
 def rows_now(setup: Setup[Any], table: Tensor, memory: Tree, clients: Sequence[ClientId]) -> Tensor:
     """The clients' embeddings with the steps they waited for."""
-    rows = torch.tensor(setup.rows(clients), device=table.device)
+    rows = to_device(setup.rows(clients), table.device)
     moving = memory.get("momentum", {"embeddings": table})["embeddings"]
     now: Tensor = setup.config.outer().coast(table[rows], moving[rows], memory["steps"] - memory["seen"][rows])[0]
     return now
@@ -44,7 +45,7 @@ def outer_steps(
     outer, parts = setup.config.outer(), [replies]
     if setup.config.server_step == "per_client":
         parts = [PerClient([([c], replies.pick([c]))]) for c in sorted(replies, key=lambda c: setup.rows([c]))]
-    rows = torch.tensor(setup.rows([client for part in parts for client in part]), device=table.device)
+    rows = to_device(setup.rows([client for part in parts for client in part]), table.device)
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
     moving = {name: value for name, value in momentum.items() if name != "embeddings"}
     values, speeds, seen = table[rows], momentum.get("embeddings", table)[rows], memory["seen"][rows]
