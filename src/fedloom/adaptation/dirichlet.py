@@ -37,12 +37,12 @@ class Estimate(NamedTuple):
         return shares(self.counts, self.alpha)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Equal-tailed credible interval of each share: a Beta with the share as its mean."""
+        """Credible interval of each share: equal tails of a Beta, and the mean where that lies outside of them."""
         mean = self.shares.double().cpu().numpy()
         size = (self.alpha.sum() + self.evidence).double().cpu().numpy()
         tails = ((1 - level) / 2, (1 + level) / 2)
         low, high = (torch.as_tensor(stats.beta.ppf(q, mean * size, (1 - mean) * size)) for q in tails)
-        return low, high
+        return torch.minimum(low, torch.as_tensor(mean)), torch.maximum(high, torch.as_tensor(mean))
 
 
 def shares(counts: Tensor, alpha: Tensor) -> Tensor:
