@@ -14,8 +14,8 @@ from torch import Tensor
 from fedloom.adaptation.checks import (
     CRITICAL,
     Reference,
-    _combine,
     chi_square,
+    combine,
     judge,
     log_ratio,
     no_reference,
@@ -49,7 +49,7 @@ def world(rng: np.random.Generator, priors: np.ndarray) -> World:
     of = torch.nn.functional.one_hot(labels, CLASSES).double()
     found = statistics(scores)
     second = torch.einsum("cnk,cni,cnj->ckij", of, found, found)
-    reference = _combine(of.sum(1), torch.einsum("cnk,cni->cki", of, found), second)
+    reference = combine(of.sum(1), torch.einsum("cnk,cni->cki", of, found), second)
     return made._replace(alpha=torch.as_tensor(fit_dirichlet(counts)), reference=reference)
 
 
@@ -159,9 +159,8 @@ def test_the_distance_by_hand() -> None:
 
     The spread of the mean is 4/100 + 4/400 = 0.05, so that the distance is 0.16 / 0.05 = 3.2.
     """
-    one = Reference(
-        torch.tensor([[1.0, 2.0]]), torch.diag(torch.tensor([4.0, 9.0]))[None], torch.tensor([400.0]), torch.zeros(2, 2)
-    )
+    spread = torch.diag(torch.tensor([4.0, 9.0]))[None]
+    one = Reference(torch.tensor([[1.0, 2.0]]), spread, spread / 400, torch.zeros(2, 2), torch.tensor(400.0))
     found = chi_square(torch.tensor([1.4, 2.0]), torch.tensor(100.0), torch.ones(1), one)
     assert abs(float(found) - 3.2) < 1e-2
     between = one._replace(between=torch.diag(torch.tensor([0.05, 0.0])))
@@ -179,7 +178,7 @@ def test_the_distance_is_chi_square_where_the_mixture_is_right() -> None:
 
 def test_what_a_sample_counts() -> None:
     one = no_reference(torch.ones(3))._replace(
-        covariance=torch.eye(2).repeat(3, 1, 1), between=torch.zeros(2, 2), samples=torch.full((3,), 1e9)
+        covariance=torch.eye(2).repeat(3, 1, 1), between=torch.zeros(2, 2), unsure=torch.zeros(3, 2, 2)
     )
     votes, alpha = torch.tensor([10.0, 0, 0]), torch.ones(3)
     near, far = (judge(0 * votes, votes, torch.tensor([off, 0.0]), torch.tensor(10.0), alpha, one) for off in (0.1, 2))
@@ -199,7 +198,7 @@ def test_scores_that_are_no_numbers_fit_nothing() -> None:
 
 
 def test_without_validation_data_everything_fits() -> None:
-    reference = _combine(torch.zeros(4, 3), torch.zeros(4, 3, 2), torch.zeros(4, 3, 2, 2))
+    reference = combine(torch.zeros(4, 3), torch.zeros(4, 3, 2), torch.zeros(4, 3, 2, 2))
     found = chi_square(torch.tensor([50.0, 1.0]), torch.tensor(10.0), torch.ones(3) / 3, reference)
     assert float(found) < 1e-3
 
@@ -210,7 +209,7 @@ def test_clients_that_differ_by_more_than_chance_are_allowed_for() -> None:
     unlike = alike + torch.as_tensor(rng.standard_normal((50, 1, 2)))
     for samples, low, high in ((alike, 0.0, 0.05), (unlike, 0.5, 1.5)):
         second = torch.einsum("cni,cnj->cij", samples, samples)[:, None]
-        found = _combine(torch.full((50, 1), 40.0).double(), samples.sum(1)[:, None], second)
+        found = combine(torch.full((50, 1), 40.0).double(), samples.sum(1)[:, None], second)
         assert low <= float(found.between[0, 0]) < high
 
 
@@ -219,3 +218,24 @@ def test_the_ratio_is_zero_for_the_federations_shares_and_grows_with_the_shift()
     assert torch.equal(log_ratio(scores, common, common), torch.zeros(2))
     expected = torch.log(torch.tensor([0.9 * 0.9 + 0.1 * 0.1, 0.9 * 0.8 + 0.1 * 0.2]) / 0.5)
     torch.testing.assert_close(log_ratio(scores, torch.tensor([0.9, 0.1]), common), expected)
+
+
+def test_noise_on_what_participants_tell_raises_no_alarm() -> None:
+    """With as much noise as leaves a reference, newcomers that fit are still rarely told that they do not."""
+    rng = np.random.default_rng(0)
+    made = world(rng, priors_of(rng, "10", 60))
+    scores, labels = made.draw(rng, priors_of(rng, "10", 60), 100)
+    of, found = torch.nn.functional.one_hot(labels, CLASSES).double(), statistics(scores)
+    sums = (
+        of.sum(1),
+        torch.einsum("cnk,cni->cki", of, found),
+        torch.einsum("cnk,cni,cnj->ckij", of, found, found),
+    )
+    given, _ = made.draw(rng, priors_of(rng, "10", 300), 100)
+    counts = estimate(given, made.alpha).counts
+    for noise in (1.0, 10.0, 100.0):
+        noisy = [told + noise * torch.as_tensor(rng.standard_normal(told.shape)) for told in sums]
+        reference = combine(*noisy, noise)
+        verdict = judge(0 * counts, counts, statistics(given).mean(1), torch.tensor(100.0), made.alpha, reference)
+        assert float((verdict.weight < 1).double().mean()) < 0.1
+        assert (float(reference.samples) > 0) == (noise < 100)

@@ -50,7 +50,7 @@ class Report:
     shift: Test
     """Do the shares differ from the federation's?"""
     fit: Test | None
-    """Do the scores look like a mixture of the federation's classes? None: participants had no validation data."""
+    """Do the scores look like a mixture of the federation's classes? None: participants told too little to say."""
     weight: float
     """What a sample without a label counted, from 0 to 1."""
     decision: Literal["corrected", "shrunk", "plain"]
@@ -82,7 +82,7 @@ def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Se
     ratio = max(0.0, float(found["ratio"]))
     shift = Test(ratio, degrees, float(stats.chi2.sf(ratio, degrees)))
     misfit, weight, labelled = float(found["misfit"]), float(found["weight"]), round(float(found["labelled"]))
-    known = bool((reference["samples"] > 0).any())
+    known = float(reference["samples"]) > 0
     fit = Test(misfit, STATISTICS, float(stats.chi2.sf(misfit, STATISTICS))) if known else None
     decision: Any = "plain" if bool(memory["keep_plain"]) else "shrunk" if weight < 1 else "corrected"
     sentence = _sentence(samples, labelled, shift, fit, weight, decision)
@@ -95,7 +95,7 @@ def _sentence(samples: int, labelled: int, shift: Test, fit: Test | None, weight
     source = f"{' and '.join(kinds)} sample{'' if samples == 1 else 's'}"
     if decision == "corrected" or fit is None:
         differ = "differ" if shift.p < RARE else "do not visibly differ"
-        fits = "and whether the scores fit them could not be checked, for want of validation data"
+        fits = "and whether the scores fit them could not be checked, for want of participants' validation data"
         if fit is not None:
             fits = f"and the scores fit them ({_in_words(fit)})"
         return (
@@ -106,9 +106,10 @@ def _sentence(samples: int, labelled: int, shift: Test, fit: Test | None, weight
     doubt = "perhaps they were taken under other conditions or show an unknown class"
     if decision == "plain":
         return f"The plain predictor is kept: {why}; {doubt}."
-    worth = f"{unlabelled * weight:.2g} of {unlabelled}"
+    left = unlabelled * weight
+    worth = f"{left:.{0 if left >= 10 else 1}f} of {unlabelled}"
     return f"Corrected with caution, as if from {worth} unlabelled samples: {why}; {doubt}."
 
 
 def _in_words(test: Test) -> str:
-    return f"chi-square {test.statistic:.1f}, {test.degrees} degrees of freedom, p = {test.p:.2g}"
+    return f"chi-square({test.degrees}) = {test.statistic:.3g}, p = {test.p:.2g}"
