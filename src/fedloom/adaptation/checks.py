@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is there a label shift at all, and is it a *label* shift? Two checks on a newcomer's own samples, without labels.
 
-*Shift*: twice the log of the likelihood ratio of the estimated shares against the federation's mean shares; about
-chi-square with classes - 1 degrees of freedom if the newcomer has the latter.
+*Shift*: twice the log of the likelihood ratio of the estimated shares against the federation's mean shares. If the
+newcomer has the latter it is at most about chi-square with classes - 1 degrees of freedom: at most, as the estimate is
+not the one of largest likelihood.
 
 *Fit*: if only the label shares differ, any statistic of the scores has the mean sum_k pi_k mu_k, where mu_k is its mean
 in class k. The statistics are the energy (log-sum-exp) and the entropy of the calibrated scores: other lighting, other
