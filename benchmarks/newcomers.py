@@ -50,7 +50,7 @@ class Setting:
     title: str
     dataset: str
     partition: str
-    rounds: int = 300
+    rounds: int = 250
     clients: int = 80
     unseen: int = 20
 
@@ -60,8 +60,8 @@ SETTINGS = {
     "cifar10-0.1": Setting("CIFAR-10, Dirichlet 0.1", "cifar10", "dirichlet:0.1"),
     "cifar10-0.5": Setting("CIFAR-10, Dirichlet 0.5", "cifar10", "dirichlet:0.5"),
     "cifar10-10": Setting("CIFAR-10, Dirichlet 10", "cifar10", "dirichlet:10"),
-    "cifar100-path": Setting("CIFAR-100, ten classes per client", "cifar100", "classes:10", rounds=400),
-    "cifar100-0.1": Setting("CIFAR-100, Dirichlet 0.1", "cifar100", "dirichlet:0.1", rounds=400),
+    "cifar100-path": Setting("CIFAR-100, ten classes per client", "cifar100", "classes:10", rounds=300),
+    "cifar100-0.1": Setting("CIFAR-100, Dirichlet 0.1", "cifar100", "dirichlet:0.1", rounds=300),
     "fashion-path": Setting("Fashion-MNIST, two classes per client", "fashion_mnist", "classes:2", rounds=150),
     "fashion-0.1": Setting("Fashion-MNIST, Dirichlet 0.1", "fashion_mnist", "dirichlet:0.1", rounds=150),
     "fashion-10": Setting("Fashion-MNIST, Dirichlet 10", "fashion_mnist", "dirichlet:10", rounds=150),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import algorithms
+from fedloom.adaptation.report import Report, report
 from fedloom.clients.federation import SPLITS
 from fedloom.core.config import build
 from fedloom.core.contract import predict_with_target
@@ -28,6 +29,7 @@ from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export
+from fedloom.runs.files import to_json, write_file
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, flat_config
 from fedloom.runs.trackers import TRACKERS, tracker
@@ -135,6 +137,17 @@ class Admission:
     parameters: Tree
 
     @property
+    def report(self) -> Report | None:
+        """What was found out about the newcomer's label shares; None for a method that is not adapted."""
+        simulation = self.simulation
+        memory, classes = simulation.engine.recall(self.client), simulation.arrays.num_classes
+        if "admission" not in memory:
+            return None
+        names = simulation.arrays.class_names or [f"class {number}" for number in range(classes)]
+        samples = len(simulation.federation.roster[self.client].rows["train"])
+        return report(memory, simulation.state.alpha, simulation.state.reference, samples, names)
+
+    @property
     def model(self) -> nn.Module:
         """The newcomer's own network, in evaluation mode."""
         return _module(self.simulation, self.client, self.parameters)
@@ -144,8 +157,11 @@ class Admission:
         return _predict(self.simulation, self.client, self.parameters, x)
 
     def export(self, folder: str | Path, name: str = "newcomer") -> Path:
-        """Write the model as safetensors, with a loader beside it."""
-        return _export(self.simulation, self.client, self.parameters, Path(folder), name)
+        """Write the model as safetensors, with a loader and, if there is one, the report (JSON) beside it."""
+        path = _export(self.simulation, self.client, self.parameters, Path(folder), name)
+        if self.report:
+            write_file(path.with_suffix(".json"), to_json(self.report.as_dict(), indent=1))
+        return path
 
 
 class Run:

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from fedloom.adaptation.dirichlet import Estimate, Stream, estimate, fit_dirichlet, shares
 
@@ -97,14 +98,33 @@ def test_a_thousand_classes_in_single_precision_stay_finite() -> None:
 
 
 def test_the_credible_interval_covers_the_mean_and_narrows() -> None:
-    wide = Estimate(torch.tensor([1.0, 2.0]), torch.ones(2))
-    narrow = Estimate(torch.tensor([100.0, 200.0]), torch.ones(2))
+    alpha = torch.ones(2).double()
+    wide, narrow = (estimate(sharp(torch.tensor([0] + [1] * 2).repeat(n), 2), alpha) for n in (1, 100))
     for found in (wide, narrow):
         low, high = found.interval(0.9)
         assert bool(((low < found.shares) & (found.shares < high)).all())
     assert float((narrow.interval()[1] - narrow.interval()[0]).max()) < float(
         (wide.interval()[1] - wide.interval()[0]).max()
     )
+
+
+def test_the_credible_interval_of_known_labels_is_the_beta_of_the_counts() -> None:
+    found = estimate(torch.zeros(4, 2).double(), torch.ones(2).double(), torch.tensor([0, 0, 0, 1]))
+    expected = stats.beta.ppf([0.05, 0.95], 4, 2)
+    torch.testing.assert_close(torch.stack(found.interval())[:, 0], torch.as_tensor(expected))
+
+
+def test_the_credible_interval_holds_what_it_promises_when_classes_are_hard_to_tell_apart() -> None:
+    """Two normals 1.5 apart: half of a label's variance is explained; as if labels were sure it would be too narrow."""
+    rng, alpha = np.random.default_rng(0), torch.ones(2).double()
+    truth = rng.dirichlet([1, 1], 400)[:, 0]
+    second = rng.random((400, 100)) > truth[:, None]
+    x = 1.5 * second + rng.standard_normal((400, 100))
+    found = estimate(torch.as_tensor(-0.5 * (x[..., None] - np.array([0, 1.5])) ** 2), alpha)
+    low, high = (bound[:, 0].numpy() for bound in found.interval(0.9))
+    assert 0.85 < ((low < truth) & (truth < high)).mean() < 0.97
+    sure = Estimate(found.counts, alpha, torch.full_like(found.counts, 100.0)).interval(0.9)
+    assert ((sure[0][:, 0].numpy() < truth) & (truth < sure[1][:, 0].numpy())).mean() < 0.8
 
 
 def test_a_stream_of_one_batch_is_the_estimate_and_forgetting_follows_a_drift() -> None:

@@ -12,7 +12,8 @@ from scipy.optimize import minimize
 from conftest import CLASSES, play, setup_of, small_federation
 from fedloom import algorithms
 from fedloom.adaptation.calibration import Privacy
-from fedloom.adaptation.dirichlet import shares
+from fedloom.adaptation.checks import Reference, judge, log_ratio, statistics
+from fedloom.adaptation.dirichlet import estimate, shares
 from fedloom.adaptation.prior import with_prior
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import NeedsError
@@ -183,3 +184,42 @@ def test_answers_are_clipped_and_noised_and_the_fit_stays_sane() -> None:
     assert state.bias.isfinite().all() and float(state.slope) > 0
     other = private.settle(played.setup, played.state, played.engine.ask)
     assert not torch.equal(other.bias, state.bias)  # the noise is another one in another ask
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_participants_tell_the_pooled_reference(engine: str) -> None:
+    federation, played = settled(engine)
+    rows = {c: torch.as_tensor(client.rows["val"]) for c, client in federation.roster.items()}
+    model = federation.roster["0"].model
+    state = played.state
+    found = {
+        c: statistics(state.slope * model(state.base["params"], {}, federation.x[r]) + state.bias)
+        for c, r in rows.items()
+    }
+    pooled, labels = torch.cat(list(found.values())), federation.y[torch.cat(list(rows.values()))]
+    for k in range(len(state.bias)):
+        mine = pooled[labels == k]
+        mean = (mine.sum(0) + pooled.mean(0)) / (len(mine) + 1)
+        torch.testing.assert_close(state.reference["mean"][k], mean, atol=1e-8, rtol=0)
+    assert float(state.reference["samples"]) == len(labels)
+
+
+def test_the_admission_is_what_estimating_and_judging_give() -> None:
+    federation, played = settled(unseen=2)
+    state = played.state
+    unseen = ("4", "5")
+    federation.y[torch.as_tensor(np.concatenate([federation.roster[c].rows["train"] for c in unseen]))] = -1
+    played.engine.begin("admission")
+    PRIOR.admit(played.setup, state, Cohort(3, unseen), played.engine.ask)
+    for client in unseen:
+        x = federation.x[torch.as_tensor(federation.roster[client].rows["train"])]
+        scores = state.slope * federation.roster[client].model(state.base["params"], {}, x) + state.bias
+        counts = estimate(scores, state.alpha).counts
+        number = torch.tensor(float(len(x))).double()
+        reference = Reference(**state.reference)
+        verdict = judge(0 * counts, counts, statistics(scores).mean(0), number, state.alpha, reference)
+        kept = played.engine.memory[client]
+        torch.testing.assert_close(kept["label_counts"], verdict.counts, atol=1e-8, rtol=0)
+        torch.testing.assert_close(kept["admission"]["misfit"], verdict.misfit, atol=1e-8, rtol=0)
+        ratio = 2 * log_ratio(scores, shares(counts, state.alpha), state.alpha / state.alpha.sum()).sum()
+        torch.testing.assert_close(kept["admission"]["ratio"], ratio, atol=1e-8, rtol=0)

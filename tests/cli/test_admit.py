@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newcomers and label shares on the command line."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,12 @@ def test_a_newcomer_without_labels_gets_a_model_with_its_prior(cli, trained: Pat
     np.savez(tmp_path / "new.npz", x=arrays.x[mine])
     outcome = cli("admit", trained, "--data", tmp_path / "new.npz", "--adapt", "prior", "--out", tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.safetensors")
-    assert outcome.out.strip() == str(path)
+    assert outcome.out.splitlines()[-1] == str(path)
+    written = json.loads(path.with_suffix(".json").read_text())
+    assert outcome.out.startswith(written["sentence"]) and "30 unlabelled" in written["sentence"]
+    assert written["samples"] == 30 and max(written["shares"], key=lambda share: share["share"])["name"] == "3"
+    assert abs(sum(share["share"] for share in written["shares"]) - 1) < 1e-5
+    assert all(share["low"] <= share["share"] <= share["high"] for share in written["shares"])
     model = load_model(path, "mlp:hidden=8", (1, 8, 8), 10)
     assert isinstance(model, Shifted)
     direct = fedloom.load(trained, adapt="prior").admit(arrays.x[mine])
@@ -35,8 +41,6 @@ def test_a_newcomer_without_labels_gets_a_model_with_its_prior(cli, trained: Pat
 
 
 def test_an_old_run_is_evaluated_and_exported_with_the_prior(cli, trained: Path, tmp_path: Path) -> None:
-    import json
-
     plain, adapted = (
         json.loads(cli("evaluate", trained, "--json", *more).out)["metrics"]["deployed/participants/test/accuracy"]
         for more in ((), ("--adapt", "prior"))
@@ -62,9 +66,10 @@ def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None
     x, y = arrays.x[:40], arrays.y[:40].copy()
     y[20:] = -1
     run = fedloom.load(trained, adapt="prior")
-    memory = [
-        run.admit(x, labels).simulation.engine.memory["newcomer"]["label_counts"] for labels in (y, arrays.y[:40])
-    ]
-    assert torch.equal(memory[1], torch.bincount(torch.as_tensor(arrays.y[:40]), minlength=10).float())
-    assert bool((memory[0] >= torch.bincount(torch.as_tensor(y[:20]), minlength=10) - 1e-4).all())
-    assert abs(float(memory[0].sum()) - 40) < 1e-3
+    some, every = run.admit(x, y), run.admit(x, arrays.y[:40])
+    counts = [one.simulation.engine.memory["newcomer"]["label_counts"] for one in (some, every)]
+    assert torch.equal(counts[1], torch.bincount(torch.as_tensor(arrays.y[:40]), minlength=10).float())
+    assert bool((counts[0] >= torch.bincount(torch.as_tensor(y[:20]), minlength=10) - 1e-4).all())
+    assert (some.report.labelled, every.report.labelled) == (20, 40)
+    assert "20 labelled and 20 unlabelled samples" in some.report.sentence
+    assert abs(float(counts[0].sum()) - (20 + 20 * some.report.weight)) < 1e-3

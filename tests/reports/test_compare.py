@@ -55,6 +55,15 @@ def test_rows_show_what_differs(tmp_path):
     ]
 
 
+def test_an_adapted_run_is_a_row_of_its_own(tmp_path):
+    write_run(tmp_path / "a", adapt="none")
+    write_run(tmp_path / "b", adapt="prior")
+    assert [(row.method, dict(row.options)) for row in compare([tmp_path]).rows] == [
+        ("fedavg", {}),
+        ("fedavg + prior", {}),
+    ]
+
+
 def test_numbers_that_not_all_runs_have_are_none(tmp_path):
     known = {"deployed/unseen/test/accuracy": 0.3}
     write_run(tmp_path / "seed-0", seed=0, unseen=known)

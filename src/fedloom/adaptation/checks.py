@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is there a label shift at all, and is it a *label* shift? Two checks on a newcomer's own samples, without labels.
 
-*Shift*: twice the log of the likelihood ratio of the estimated shares against the federation's mean shares; about
-chi-square with classes - 1 degrees of freedom if the newcomer has the latter.
+*Shift*: twice the log of the likelihood ratio of the estimated shares against the federation's mean shares. If the
+newcomer has the latter it is at most about chi-square with classes - 1 degrees of freedom: at most, as the estimate is
+not the one of largest likelihood.
 
 *Fit*: if only the label shares differ, any statistic of the scores has the mean sum_k pi_k mu_k, where mu_k is its mean
 in class k. The statistics are the energy (log-sum-exp) and the entropy of the calibrated scores: other lighting, other
@@ -39,7 +40,7 @@ FAR = 1e12
 LEAST = 0.05
 """The plain predictor is kept if less than this share of the estimate is left to the samples."""
 BORROWED = 5.0
-"""A class's mean and covariance borrow this many samples from all classes together."""
+"""A class's covariance borrows this many samples from all classes together; its mean borrows one."""
 
 
 def statistics(scores: Tensor) -> Tensor:
@@ -53,14 +54,16 @@ class Reference(NamedTuple):
 
     mean: Tensor  # (classes, 2)
     covariance: Tensor  # (classes, 2, 2) of one sample
-    samples: Tensor  # (classes,) behind them, the borrowed ones included
+    unsure: Tensor  # (classes, 2, 2) covariance of the means' own error
     between: Tensor  # (2, 2) covariance of participants' means beyond chance
+    samples: Tensor  # () behind all of this; 0: nothing is known
 
 
 def no_reference(like: Tensor) -> Reference:
     """Nothing is known, so that everything fits; ``like`` is (classes,)."""
     wide = 1e12 * torch.eye(STATISTICS, dtype=like.dtype, device=like.device)
-    return Reference(like.new_zeros(len(like), STATISTICS), wide.repeat(len(like), 1, 1), torch.zeros_like(like), wide)
+    by_class = wide.repeat(len(like), 1, 1)
+    return Reference(like.new_zeros(len(like), STATISTICS), by_class, by_class, wide, like.new_zeros(()))
 
 
 class Verdict(NamedTuple):
@@ -89,8 +92,7 @@ def chi_square(mean: Tensor, number: Tensor, shares: Tensor, reference: Referenc
     off = reference.mean - centre[..., None, :]  # (..., classes, 2)
     one = reference.covariance + off[..., :, None] * off[..., None, :]
     spread = torch.einsum("...k,...kij->...ij", shares, one) / number.clamp(min=1)[..., None, None]
-    own = reference.covariance / reference.samples.clamp(min=1)[:, None, None]  # of the class means
-    spread = spread + torch.einsum("...k,kij->...ij", shares.square(), own) + reference.between
+    spread = spread + torch.einsum("...k,kij->...ij", shares.square(), reference.unsure) + reference.between
     a, b, d = spread[..., 0, 0], spread[..., 0, 1], spread[..., 1, 1]
     x, y = (mean - centre).unbind(-1)
     # the inverse of a 2 x 2 matrix, kept from being singular where a statistic hardly varies
@@ -108,31 +110,35 @@ def log_ratio(scores: Tensor, shares: Tensor, common: Tensor) -> Tensor:
 def gather(algorithm: Algorithm, sent: Sent, ask: Ask, privacy: Privacy) -> Reference:
     """The reference from participants' validation data; ``sent.shared`` has ``base``, ``slope`` and ``bias``."""
     replies = ask(_program(algorithm, privacy), sent.shared, sent.mine)
-    told = [
+    number, first, second = (
         torch.cat([tree[name].double() for _, tree in replies.groups]) for name in ("number", "first", "second")
-    ]  # (clients, classes, ...)
-    return Reference(*(value.to(sent.shared["bias"]) for value in _combine(*told)))
+    )  # (clients, classes, ...)
+    found = combine(number, first, second, privacy.clip * privacy.noise)
+    return Reference(*(value.to(sent.shared["bias"]) for value in found))
 
 
-def _combine(count: Tensor, first: Tensor, second: Tensor) -> Reference:
-    """Sums of clients by class -> means, covariances, and what clients differ by beyond chance."""
-    total, sums, squares = count.sum(0).clamp(min=0), first.sum(0), second.sum(0)
-    if float(total.sum()) < STATISTICS + 1:
+def combine(number: Tensor, first: Tensor, second: Tensor, noise: float = 0.0) -> Reference:
+    """Sums of clients by class -> what newcomers are compared with; ``noise`` is the deviation of that on every sum."""
+    total, sums, squares = number.sum(0).clamp(min=0), first.sum(0), second.sum(0)
+    everything, blur = total.sum(), noise * len(number) ** 0.5  # the noise on a sum over clients
+    if float(everything) < max(STATISTICS + 1, 10 * blur * len(total) ** 0.5):
         return no_reference(total)
-    everything = total.sum()
-    rough = torch.where(total[:, None] >= 1, sums / total.clamp(min=1)[:, None], sums.sum(0) / everything)
-    within = squares - total[:, None, None] * rough[:, :, None] * rough[:, None, :]
-    pooled = _positive(within.sum(0) / everything)
-    mean = (sums + BORROWED * sums.sum(0) / everything) / (total + BORROWED)[:, None]
-    covariance = _positive((within + BORROWED * pooled) / (total + BORROWED)[:, None, None])
-    # a client's mean distance from the class means, less what chance makes of it
-    number = count.sum(1).clamp(min=1)
-    residual = (first - count[:, :, None] * rough).sum(1) / number[:, None]
-    chance = torch.einsum("ck,kij->cij", count.clamp(min=0), covariance) / number[:, None, None] ** 2
-    heavy = number * (count.sum(1) >= 1)
-    excess = residual[:, :, None] * residual[:, None, :] - chance
-    between = _positive(torch.einsum("c,cij->ij", heavy, excess) / heavy.sum().clamp(min=1))
-    return Reference(mean, covariance, total + BORROWED, between)
+    overall = sums.sum(0) / everything
+    spread = _positive(squares.sum(0) / everything - overall[:, None] * overall[None, :])
+    mean = (sums + overall) / (total + 1)[:, None]
+    within = squares - total[:, None, None] * mean[:, :, None] * mean[:, None, :]
+    one = torch.eye(STATISTICS, dtype=total.dtype, device=total.device)
+    size = 1 + mean.square().sum(-1)  # a sum's noise enters a mean by 1 and by the mean itself
+    covariance = _positive(within + BORROWED * spread) + (blur * size)[:, None, None] * one
+    covariance = covariance / (total + BORROWED)[:, None, None]
+    unsure = covariance / (total + 1)[:, None, None] + (blur**2 * size / (total + 1) ** 2)[:, None, None] * one
+    # a client's mean distance from the class means, less what chance and noise make of it
+    held = number.sum(1)
+    residual = (first - number[:, :, None] * mean).sum(1)
+    chance = torch.einsum("ck,kij->cij", number.clamp(min=0), covariance) + noise**2 * size.sum() * one
+    excess = (residual[:, :, None] * residual[:, None, :] - chance) / held.clamp(min=1)[:, None, None]
+    between = _positive(excess[held >= 1].sum(0) / held.clamp(min=1)[held >= 1].sum().clamp(min=1))
+    return Reference(mean, covariance, unsure, between, everything)
 
 
 def _positive(matrix: Tensor) -> Tensor:

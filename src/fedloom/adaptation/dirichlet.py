@@ -25,10 +25,11 @@ STEPS = 50
 
 
 class Estimate(NamedTuple):
-    """A posterior over a client's label shares: Dirichlet(alpha + counts)."""
+    """A posterior over a client's label shares; with known labels it is Dirichlet(alpha + counts)."""
 
     counts: Tensor  # (..., classes) labels counted or expected
     alpha: Tensor  # (classes,)
+    evidence: Tensor  # (..., classes) samples that the counts are worth: see ``Votes.evidence``
 
     @property
     def shares(self) -> Tensor:
@@ -36,11 +37,12 @@ class Estimate(NamedTuple):
         return shares(self.counts, self.alpha)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Equal-tailed credible interval of each share (the marginals are Beta)."""
-        a = (self.counts + self.alpha).double().cpu().numpy()
+        """Credible interval of each share: equal tails of a Beta, and the mean where that lies outside of them."""
+        mean = self.shares.double().cpu().numpy()
+        size = (self.alpha.sum() + self.evidence).double().cpu().numpy()
         tails = ((1 - level) / 2, (1 + level) / 2)
-        low, high = (torch.as_tensor(stats.beta.ppf(q, a, a.sum(-1, keepdims=True) - a)) for q in tails)
-        return low, high
+        low, high = (torch.as_tensor(stats.beta.ppf(q, mean * size, (1 - mean) * size)) for q in tails)
+        return torch.minimum(low, torch.as_tensor(mean)), torch.maximum(high, torch.as_tensor(mean))
 
 
 def shares(counts: Tensor, alpha: Tensor) -> Tensor:
@@ -79,6 +81,17 @@ class Votes(NamedTuple):
     def counts(self) -> Tensor:
         """Labels counted and expected."""
         return self.known + self.expected
+
+    @property
+    def evidence(self) -> Tensor:
+        """Samples that the counts of each class are worth.
+
+        A sample without a label tells of class k what is left of the variance of its label: var(r_k) of p (1 - p).
+        """
+        number = self.expected.sum(-1, keepdim=True)
+        share = self.expected / number.clamp(min=1)
+        left = (self.squared / number.clamp(min=1) - share.square()) / (share * (1 - share)).clamp(min=1e-12)
+        return self.known.sum(-1, keepdim=True) + number * left.clamp(0, 1)
 
     def log_weights(self, alpha: Tensor) -> Tensor:
         """The classes as a sample without a label sees them: by the labels and by the other samples."""
@@ -121,7 +134,7 @@ def estimate(
     votes = no_votes(alpha.expand(*shape[:-1], -1))
     for _ in range(steps):
         votes = vote(log_likelihood, votes.log_weights(alpha), labels, mask)
-    return Estimate(votes.counts, alpha)
+    return Estimate(votes.counts, alpha, votes.evidence)
 
 
 class Stream:
@@ -130,11 +143,13 @@ class Stream:
     def __init__(self, alpha: Tensor, forget: float = 1.0) -> None:
         if not 0 <= forget <= 1:
             raise ConfigError(f"forget is {forget}; expected a number from 0 (only the last batch) to 1 (all of them).")
-        self.estimate, self.forget = Estimate(torch.zeros_like(alpha), alpha), forget
+        nothing = torch.zeros_like(alpha)
+        self.estimate, self.forget = Estimate(nothing, alpha, nothing), forget
 
     def update(self, log_likelihood: Tensor, labels: Tensor | None = None, steps: int = STEPS) -> Estimate:
         """Take in a batch: what came before counts as observed."""
         alpha, before = self.estimate.alpha, self.estimate.counts * self.forget
         found = estimate(log_likelihood, alpha + before, labels, steps=steps)
-        self.estimate = Estimate(before + found.counts, alpha)
+        evidence = self.estimate.evidence * self.forget + found.evidence
+        self.estimate = Estimate(before + found.counts, alpha, evidence)
         return self.estimate

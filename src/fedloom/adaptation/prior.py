@@ -212,7 +212,14 @@ def _estimate_final(home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tu
     votes, number = carry.votes, home.num_samples
     mean = carry.statistics / number.clamp(min=1)
     found = judge(votes.known, votes.expected, mean, number, shared["alpha"], Reference(**shared["reference"]))
-    report = {"known": votes.known.sum(), "weight": found.weight, "misfit": found.misfit, "ratio": 2 * carry.log_ratio}
+    labelled = votes.known.sum()
+    report = {
+        "labelled": labelled,
+        "evidence": labelled + found.weight * (votes.evidence - labelled),
+        "weight": found.weight,
+        "misfit": found.misfit,
+        "ratio": 2 * carry.log_ratio,
+    }
     kept = {"label_counts": found.counts, "keep_plain": found.keep_plain, "admission": report}
     return {}, {**memory, **kept}
 

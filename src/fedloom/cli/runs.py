@@ -126,6 +126,7 @@ def admit(
 ) -> None:
     """Make a model for a newcomer from its own samples, and write it as export does.
 
+    With --adapt prior it prints a report on the newcomer's classes, and writes it as JSON beside the model.
     Labels are needed where the method trains on them; a label of -1 says that it is not known.
 
     Example: fedloom admit runs/fedavg-digits-seed0 --data new.npz --adapt prior
@@ -135,6 +136,8 @@ def admit(
 
     x, y = samples_from_npz(data)
     admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y)
+    if admitted.report:
+        typer.echo(admitted.report)
     typer.echo(admitted.export(out or run / "admitted", data.stem))
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from fedloom.core.errors import RunError
 from fedloom.runs.directory import CONFIG, RunDirectory
 
-NOT_COMPARED = ("method", "seed", "data_root", "keep", "tracker")
-"""What a config holds that makes no other experiment; the method is compared apart."""
+NOT_COMPARED = ("method", "adapt", "seed", "data_root", "keep", "tracker")
+"""What a config holds that makes no other experiment; the method and its adaptation are compared apart."""
 
 
 class Spread(NamedTuple):
@@ -86,9 +86,15 @@ def compare(paths: Iterable[Path | str]) -> Comparison:
         raise RunError("There is no finished run to compare. " + " ".join(left_out))
     groups: dict[str, list[_Finished]] = {}
     for one in finished:
-        groups.setdefault(repr((one.config["method"], sorted(_compared(one).items()))), []).append(one)
+        groups.setdefault(repr((_method(one), sorted(_compared(one).items()))), []).append(one)
     differing = _differing([_compared(group[0]) for group in groups.values()])
     return Comparison(tuple(_row(group, differing) for group in groups.values()), tuple(left_out))
+
+
+def _method(run: _Finished) -> str:
+    """As a table names it: ``fedavg``, ``fedavg + prior``."""
+    adapted = run.config.get("adapt", "none")
+    return str(run.config["method"]) if adapted == "none" else f"{run.config['method']} + {adapted}"
 
 
 def _compared(run: _Finished) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _row(group: Sequence[_Finished], differing: set[str]) -> Row:
     test = f"deployed/participants/test/{metric}"
     parts = {name: [run.summary.get(name) or {} for run in group] for name in ("best", "last", "unseen")}
     return Row(
-        method=first.config["method"],
+        method=_method(first),
         options={name: value for name, value in _compared(first).items() if name in differing},
         metric=metric,
         seeds=tuple(run.config["seed"] for run in group),

@@ -282,8 +282,11 @@ class Simulation:
     def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
         """Go back to a checkpoint; refuses one that is not of this method and federation.
 
-        A checkpoint of the plain method fits its adapted form too: what settling finds is found anew.
+        A checkpoint of the plain method fits its adapted form too: what settling finds is found anew. And one of the
+        adapted form fits the plain method: what settling found is left out.
         """
+        if self.algorithm is self.base and "base" in state and "base" not in self.state._asdict():
+            state = state["base"]
         if self.algorithm is not self.base and "base" not in state:
             state = {**self.state._asdict(), "base": state}
             memory = {client: {**self.engine.recall(client), **tree} for client, tree in memory.items()}
