@@ -224,6 +224,12 @@ class Run:
             raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate(split)
 
+    def evaluate_global(self, split: str = "test") -> dict[ClientId, Any]:
+        """The score of the method's global model, if it has one, on every participant's own data."""
+        if split not in (*SPLITS, "all"):
+            raise unknown("split", split, [*SPLITS, "all"])
+        return self.simulation.evaluate_global(split)
+
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.
 
@@ -262,6 +268,13 @@ class Run:
         """Write a client's parameters as safetensors, with a loader beside them."""
         name = self._id(client)
         return _export(self.simulation, name, self.parameters(name), Path(folder), name)
+
+    def export_global(self, folder: str | Path) -> Path:
+        """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
+        network, params = self.simulation.global_model()
+        deployed = {"params": params, "buffers": network.fresh_buffers()}
+        spec: Any = network.spec
+        return export(Path(folder), "global", deployed, spec, self.simulation.base.name, stem="global")
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)

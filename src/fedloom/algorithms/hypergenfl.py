@@ -155,6 +155,11 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
         "local_loss": mean_loss(replies),
         "alive_heads": float(after.alive.sum()),
         **{f"effective_clients.{layer}": float(n) for layer, n in zip(loom.layers, effective)},
+        **{
+            f"weight.{layer}.{client}": weight
+            for client, row in zip(active, after.last_weights[setup.rows(active)].tolist())
+            for layer, weight in zip(loom.layers, row)
+        },
     }
 
 

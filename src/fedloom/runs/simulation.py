@@ -23,10 +23,10 @@ from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
-from fedloom.core.trees import ClientId, Tree, flatten, num_bytes
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
-from fedloom.metrics.evaluation import Score, evaluate
+from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
 from fedloom.metrics.unseen import evaluate_handed_on
 from fedloom.models.model import Model
@@ -157,6 +157,29 @@ class Simulation:
             self.algorithm,
             self._personal,
             chosen,
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+
+    def global_model(self) -> tuple[contract.Model, Params]:
+        """The network that the method has besides its clients' own."""
+        if self.base.global_model is None:
+            raise NeedsError(
+                f"{self.base.name} has no global model apart from what its clients deploy. Leave it out; "
+                "a method that has one is mh_pfedhn_gd."
+            )
+        state = self.state if self.algorithm is self.base else self.base.state(**self.state.base)
+        return self.base.global_model(self.setup, state)
+
+    def evaluate_global(self, split: str) -> dict[ClientId, Score]:
+        """The scores of the global model on a split of every participant's own data."""
+        network, params = self.global_model()
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(
+            with_network(self.base, network),
+            lambda clients: Sent({"params": params}, PerClient.empty(clients)),
+            self.federation.having(split, self.setup.clients),
             split,
             self.engine.ask,
             higher_is_better=self.setup.task.higher_is_better,
