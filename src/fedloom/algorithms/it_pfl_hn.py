@@ -51,7 +51,7 @@ from fedloom.hypernets import encoder
 from fedloom.hypernets.per_tensor import PerTensorConfig
 from fedloom.hypernets.weaving import pull_back, weave
 from fedloom.models.spec import ModelSpec
-from fedloom.privacy.gaussian import perturb
+from fedloom.privacy.gaussian import analytic_sigma, perturb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,11 @@ class Config(PerTensorConfig):
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.private:
+            analytic_sigma(self.descriptor_epsilon, self.descriptor_delta)  # refuses what no noise can do
 
     @property
     def standardised(self) -> bool:

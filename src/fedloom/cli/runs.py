@@ -127,6 +127,9 @@ def export(
 def admit(
     run: RunPath,
     data: Annotated[Path, typer.Option(metavar="FILE.npz", help="The newcomer's samples x and, if any, labels y.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/admitted.")] = None,
     which: Which = "best",
     adapt: Adapt = None,
@@ -141,7 +144,7 @@ def admit(
     from fedloom.data.own import samples_from_npz
 
     x, y = samples_from_npz(data)
-    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y)
+    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y, model)
     typer.echo(admitted.export(out or run / "admitted", data.stem))
 
 

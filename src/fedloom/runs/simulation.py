@@ -211,6 +211,14 @@ class Simulation:
                 f"{self.algorithm.name} cannot serve clients that took no part in training: it has no model for them. "
                 "Methods that can are listed by `fedloom methods`."
             )
+        if self.algorithm.needs.same_model:
+            common = self.setup.models[self.setup.clients[0]].spec
+            for client in newcomers:
+                if self.setup.models[client].spec != common:
+                    raise NeedsError(
+                        f"{self.algorithm.name} has one model for all clients, {common}; client {client} has "
+                        f"{self.setup.models[client].spec}. Give it the common one."
+                    )
         self.engine.begin("admission")
         return self.algorithm.admit(self.setup, self.state, Cohort(self.round, tuple(newcomers)), self.engine.ask)
 
@@ -356,6 +364,9 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
     shape = tuple(arrays.x.shape[1:])
     names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
     models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
+    others = [
+        Model(parse(name, shape, outputs), device, dtype) for name in (options.unseen_model or "").split(",") if name
+    ]
     x = arrays.x
     if options.unseen_shift:
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
@@ -365,7 +376,7 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
         x[rows] = apply_shift(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
-    return federate(x, arrays.y, parts, models, task, device, dtype)
+    return federate(x, arrays.y, parts, models, task, device, dtype, others)
 
 
 def device_of(name: str) -> torch.device:
