@@ -22,6 +22,7 @@ written after each run; runs that are in ``results.json`` are not repeated. Chec
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
@@ -184,6 +185,8 @@ def perform(
                 missing = [view for view in views if not results.has(view, seed, chosen)]
                 if missing:
                     _train_and_try(recipe, results, row, missing, seed, chosen, given, say)
+                    gc.collect()  # recorded graphs hold memory, and are in cycles
+                    torch.cuda.empty_cache()
 
 
 def _train_and_try(
@@ -223,8 +226,6 @@ def _train_and_try(
         say(f"{row.name} seed {seed} failed: {error}")
     finally:
         shutil.rmtree(path / "checkpoints", ignore_errors=True)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def _loader(path: Path, data: Arrays) -> Callable[[str, Row], fedloom.Run]:

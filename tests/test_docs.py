@@ -19,6 +19,7 @@ import shlex
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ from fedloom.data.registry import dataset
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
+HEADINGS = ["The idea", "The algorithm in our words", "What travels and what stays", "Options",
+            "Implementation decisions", "Results", "Citation"]  # fmt: skip
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
 
@@ -108,7 +112,7 @@ def execute(block: Block, page: Path, module: types.ModuleType) -> None:
             value()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHOD_PAGES], ids=lambda page: page.name)
 def test_what_a_page_shows_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("page")  # a module, as classes of a namespace without one have no import path
     monkeypatch.setitem(sys.modules, "page", module)
@@ -129,7 +133,7 @@ def test_an_example_runs(example: Path, folder: Path) -> None:
     runpy.run_path(str(example), run_name="__main__")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHOD_PAGES], ids=lambda page: page.name)
 def test_marks_are_known(page: Path) -> None:
     for block in blocks(page):
         assert block.mark in ("", "file", "needs", "not run"), f"{page.name}:{block.line}"
@@ -137,7 +141,7 @@ def test_marks_are_known(page: Path) -> None:
             dataset(block.value)  # refuses unknown names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHOD_PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if not target.startswith(("https://", "http://", "mailto:")):
@@ -156,27 +160,40 @@ def anchors(page: Path) -> set[str]:
 def test_the_index_links_every_page() -> None:
     linked = LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
     assert {page.name for page in PAGES[2:]} - {"index.md"} <= set(linked)
+    assert {f"methods/{page.name}" for page in METHOD_PAGES} <= set(linked)
 
 
-def test_the_table_of_methods_is_that_of_the_folder() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Methods\n")[2].partition("\n## ")[0]
-    listed = re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", section, re.M)
-    assert [name for name, _, _ in listed] == algorithms.names()
-    for name, title, newcomers in listed:
-        method = algorithms.get(name)
-        can = "no" if method.admit is None else "with labels" if method.admit_labels else "without labels"
-        assert (title.strip(), newcomers.strip()) == (method.name, can)
-    planned = set(section.partition("Planned")[2].replace(",", " ").split())
-    assert not planned & {algorithms.get(name).name for name in algorithms.names()}
+def test_every_method_has_its_page_and_every_page_its_method() -> None:
+    assert {page.stem for page in METHOD_PAGES} == set(algorithms.names())
 
 
-@pytest.mark.parametrize("path", [*PAGES, *EXAMPLES, *SCRIPTS], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+def test_a_methods_page_has_the_headings_in_order(page: Path) -> None:
+    text, method = page.read_text(encoding="utf-8"), algorithms.get(page.stem)
+    assert re.findall(r"^## (.+)$", text, re.M) == HEADINGS
+    assert f"fedloom run {page.stem}" in text and f"algorithms/{page.stem}.py" in text
+    cited = text.partition("## Citation")[2]
+    assert method.citation in cited if method.citation else "no paper" in cited
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+def test_a_methods_page_names_its_own_options(page: Path) -> None:
+    """Those that the method or its loom adds to local training; a variant's page refers to the other's."""
+    config = algorithms.get(page.stem).config
+    variant = "algorithms" in config.__bases__[0].__module__
+    parts = [part for part in config.__mro__ if part is config or ("hypernets" in part.__module__ and not variant)]
+    own = {name for part in parts for name in part.__annotations__} & {f.name for f in fields(config)}
+    text = page.read_text(encoding="utf-8")
+    assert not [name for name in sorted(own) if f"--{name.replace('_', '-')}" not in text]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *METHOD_PAGES, *EXAMPLES, *SCRIPTS], ids=lambda path: path.name)
 def test_no_machine_is_named(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"(?<![\w.])/(tmp|work|root|home|Users|opt|mnt)\b|\.\./shared", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHOD_PAGES], ids=lambda page: page.name)
 def test_lines_of_code_are_short(page: Path) -> None:
     """Tables that were printed are as wide as they were printed."""
     for block in blocks(page):

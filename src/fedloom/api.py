@@ -25,6 +25,8 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays, from_torch_dataset
 from fedloom.data.registry import load as load_data
 from fedloom.models.load import Shifted
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
 from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
@@ -240,6 +242,12 @@ class Run:
             raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate(split)
 
+    def evaluate_global(self, split: str = "test") -> dict[ClientId, Any]:
+        """The score of the method's global model, if it has one, on every participant's own data."""
+        if split not in (*SPLITS, "all"):
+            raise unknown("split", split, [*SPLITS, "all"])
+        return self.simulation.evaluate_global(split)
+
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.
 
@@ -250,8 +258,13 @@ class Run:
             raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate_unseen(split, mode, samples)
 
-    def admit(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None) -> Admission:
-        """A model for a newcomer, from its samples, prepared as the federation's are, and their labels if any."""
+    def admit(
+        self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None, model: str | None = None
+    ) -> Admission:
+        """A model for a newcomer, from its samples, prepared as the federation's are, and their labels if any.
+
+        ``model`` is its network; without it, that of the first participant.
+        """
         algorithm = self.simulation.algorithm
         if algorithm.admit is None:
             self.simulation.admit(())
@@ -269,8 +282,11 @@ class Run:
         # labels that no program may read: any use of them as classes fails
         shape = (len(samples), *simulation.federation.y.shape[1:])
         labels = torch.full(shape, -1) if y is None else _labels(simulation, y, shape)
-        model = simulation.federation.roster[simulation.setup.clients[0]].model
-        joined = simulation.joined_by(client, model, samples, labels)
+        network: Any = simulation.federation.roster[simulation.setup.clients[0]].model
+        if model is not None:
+            spec = parse(model, network.spec.input_shape, network.spec.num_outputs)
+            network = Model(spec, network.device, network.dtype)
+        joined = simulation.joined_by(client, network, samples, labels)
         sent = joined.admit([client])
         return Admission(client, joined, joined.deployed(client, sent))
 
@@ -278,6 +294,13 @@ class Run:
         """Write a client's parameters as safetensors, with a loader beside them."""
         name = self._id(client)
         return _export(self.simulation, name, self.parameters(name), Path(folder), name)
+
+    def export_global(self, folder: str | Path) -> Path:
+        """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
+        network, params = self.simulation.global_model()
+        deployed = {"params": params, "buffers": network.fresh_buffers()}
+        spec: Any = network.spec
+        return export(Path(folder), "global", deployed, spec, self.simulation.base.name, stem="global")
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)

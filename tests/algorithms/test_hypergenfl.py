@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import fedavg, hypergenfl
-from fedloom.algorithms.hypergenfl import ALGORITHM, Config, State, gradient, loom_of, weights_by_layer
+from fedloom.algorithms.hypergenfl import ALGORITHM, Config, State, gradient, loom_of
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import ConfigError
 from fedloom.core.trees import PerClient
@@ -42,10 +42,8 @@ def test_one_round_on_paper() -> None:
     algorithm = dataclasses.replace(ALGORITHM, init=by_hand)
     played = play(algorithm, lines(), rounds=1, server_lr=0.0, **PAPER)
     assert float(played.state.params["line.weight"]) == pytest.approx(1.025, abs=1e-12)
-    assert weights_by_layer(played.setup, played.state) == {
-        "0": {"line": pytest.approx(0.375, abs=1e-12)},
-        "1": {"line": pytest.approx(0.625, abs=1e-12)},
-    }
+    found = {name: weight for name, weight in played.diagnostics[0].items() if name.startswith("weight.")}
+    assert found == pytest.approx({"weight.line.0": 0.375, "weight.line.1": 0.625}, abs=1e-12)
     assert played.diagnostics[0]["effective_clients.line"] == pytest.approx(32 / 17, abs=1e-12)
     assert played.diagnostics[0]["alive_heads"] == 1.0
 
@@ -330,8 +328,8 @@ def test_who_does_not_reply_has_no_weight_and_keeps_its_embedding() -> None:
     for moment in ("mean", "square"):
         assert not state.optimiser[moment]["embeddings"][[1, 2]].any()
         assert state.optimiser[moment]["embeddings"][[0, 3, 4]].any(1).all()
-    named = weights_by_layer(played.setup, state)
-    assert list(named) == ["0", "1", "2", "3", "4"] and named["2"] == {"hidden.0": 0.0, "output": 0.0}
+    named = {name for name in played.diagnostics[-1] if name.startswith("weight.")}
+    assert named == {f"weight.{layer}.{client}" for layer in ("hidden.0", "output") for client in "034"}
 
 
 def test_the_loom_as_written_dies_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from conftest import play, small_federation
 from fedloom.algorithms import pfedhn
-from fedloom.algorithms.it_pfl_hn import ALGORITHM, describe_program, encoder_of
+from fedloom.algorithms.it_pfl_hn import ALGORITHM, Config, describe_program, encoder_of
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import ConfigError
 from fedloom.core.trees import PerClient, flatten
@@ -294,3 +294,8 @@ def test_the_defaults_are_the_papers() -> None:
 def test_a_delta_that_means_nothing_is_refused(delta: float) -> None:
     with pytest.raises(ConfigError, match="--descriptor-delta is"):
         ALGORITHM.config(descriptor_delta=delta)
+
+
+def test_an_impossible_guarantee_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"gives epsilon 1e\+15 with delta 0.01 exactly"):
+        Config(descriptor_epsilon=1e15)

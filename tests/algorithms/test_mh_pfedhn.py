@@ -589,3 +589,11 @@ def test_a_carry_is_a_tree_of_tensors() -> None:
     carry = mh_pfedhn.client_init(home, {}, {"vector": torch.zeros(model.size)}, memory)
     assert isinstance(carry, Carry) and carry.moves.keys() == {"hidden.0.weight", "hidden.0.bias"}
     assert all(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(carry))
+
+
+def test_two_ways_that_a_client_cannot_tell_apart_are_refused() -> None:
+    """36 inputs and 36 hidden units: both layers have 36 * 36 + 36 parameters."""
+    federation = small_federation(("mlp:hidden=36x36",))
+    with pytest.raises(ConfigError, match=r"--keep-local hidden.0 and hidden.1 leave as many parameters of mlp:hidden"):
+        play(ALGORITHM, federation, rounds=0, keep_local=("hidden.0", "hidden.1"), **SMALL)
+    play(ALGORITHM, federation, rounds=0, keep_local=("hidden.0", "hidden.0", "none"), **SMALL)

@@ -73,3 +73,19 @@ def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None
     assert (some.report.labelled, every.report.labelled) == (20, 40)
     assert "20 labelled and 20 unlabelled samples" in some.report.sentence
     assert abs(float(counts[0].sum()) - (20 + 20 * some.report.weight)) < 1e-3
+
+
+def test_a_newcomer_with_a_network_that_is_new(cli, refused, trained: Path, tmp_path: Path) -> None:
+    """MH-pFedHN gives it a head of its own; the others say that they cannot."""
+    arrays = load_data("digits")
+    np.savez(tmp_path / "new.npz", x=arrays.x[:30], y=arrays.y[:30])
+    quick = {**TINY, "rounds": 1, "local_steps": 1, "chunk": 256, "admit_rounds": 2}
+    run = fedloom.run("mh_pfedhn", out=tmp_path / "mh", progress="quiet", **quick)
+    new = ("--data", tmp_path / "new.npz", "--model", "mlp:hidden=20")
+    (path,) = cli("admit", run.path, *new).out.split()
+    assert load_model(Path(path), "mlp:hidden=20", (1, 8, 8), 10)(torch.as_tensor(arrays.x[:3])).shape == (3, 10)
+    told = refused("admit", trained, *new)
+    assert "FedAvg has one model for all clients, mlp:hidden=8; client newcomer has mlp:hidden=20" in told
+    quick = {k: v for k, v in quick.items() if k != "chunk"}
+    run = fedloom.run("pfedhn", out=tmp_path / "pfedhn", progress="quiet", **quick)
+    assert "The loom weaves mlp:hidden=8; client newcomer has mlp:hidden=20" in refused("admit", run.path, *new)

@@ -135,8 +135,10 @@ def test_export_all_goes_into_the_run(cli, own_copy):
 
 def test_export_refuses(refused, trained):
     assert "Unknown client '17'" in refused("export", trained, "--client", 17)
-    assert "give either --client ID, once or more, or --all" in refused("export", trained)
-    assert "give either --client ID, once or more, or --all" in refused("export", trained, "--all", "--client", 1)
+    assert "give one of --client ID, once or more, --all, and --global" in refused("export", trained)
+    assert "give one of --client ID, once or more, --all, and --global" in refused(
+        "export", trained, "--all", "--client", 1
+    )
 
 
 def test_compare_is_a_table_or_json(cli, trained):
@@ -155,3 +157,18 @@ def test_compare_says_what_it_leaves_out(cli, trained, own_copy):
     outcome = cli("compare", trained, own_copy)
     assert outcome.code == 0
     assert f"fedloom: {own_copy} is left out: it has not finished" in outcome.err
+
+
+def test_a_global_model_is_evaluated_and_exported(cli, refused):
+    cli("run", "mh_pfedhn_gd", *TINY, "--chunk", 512, "--unseen", 1, "--out", "a", "--quiet")
+    found = json.loads(cli("evaluate", "a", "--global", "--json").out)
+    assert 0 <= found["metrics"]["global/participants/test/accuracy"] <= 1 and set(found["clients"]) == set("0123")
+    assert cli("export", "a", "--global", "--out", "models").out == "models/global.safetensors\n"
+    assert "model = load_model" in Path("models/global.py").read_text()
+    assert "leave out one of --global and --unseen" in refused("evaluate", "a", "--global", "--unseen")
+    assert "Say whose models to write" in refused("export", "a", "--global", "--all")
+
+
+def test_a_method_without_a_global_model_says_so(refused, trained):
+    for command in ("evaluate", "export"):
+        assert "Local has no global model apart from what its clients deploy" in refused(command, trained, "--global")

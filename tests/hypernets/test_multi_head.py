@@ -203,12 +203,12 @@ def test_the_rest_of_a_model_keeps_its_order() -> None:
 
 
 def test_layers_that_no_model_has_are_refused_by_name() -> None:
-    check_ways("keep_local", ("conv1+none",), [LENET], all_is_fine=False)
+    check_ways("keep_local", ("conv1+none",), [LENET], told_by_size=True)
     with pytest.raises(ConfigError) as caught:
-        check_ways("keep_local", ("conv1+fc9",), [LENET], all_is_fine=False)
+        check_ways("keep_local", ("conv1+fc9",), [LENET], told_by_size=True)
     assert str(caught.value) == (
         "--keep-local names 'fc9', which no model has. Choose from head, none, conv1, conv2, fc1, fc2, fc3."
     )
     with pytest.raises(ConfigError, match=r"--keep-local leaves nothing of lenet:kernels=2. Name fewer layers."):
-        check_ways("keep_local", ("*",), [LENET], all_is_fine=False)
-    check_ways("frozen", ("*",), [LENET], all_is_fine=True)
+        check_ways("keep_local", ("*",), [LENET], told_by_size=True)
+    check_ways("frozen", ("*",), [LENET], told_by_size=False)

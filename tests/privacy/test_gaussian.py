@@ -11,6 +11,7 @@ import torch
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, key
 from fedloom.privacy.gaussian import analytic_sigma, classical_sigma, delta_of, perturb
 
@@ -87,3 +88,9 @@ def test_no_event_is_more_likely_than_the_guarantee_allows() -> None:
     gap = [(there > t).mean() - math.exp(epsilon) * (here > t).mean() for t in thresholds]
     # the worst event spends delta, up to the noise of counting
     assert max(gap) == pytest.approx(delta, abs=0.006)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(1e15, 1e-12), (1e-12, 1e-12)])
+def test_a_guarantee_that_no_noise_gives_is_refused(epsilon: float, delta: float) -> None:
+    with pytest.raises(ConfigError, match="No noise from 1e-6 to 1e9 sensitivities"):
+        analytic_sigma(epsilon, delta)

@@ -390,6 +390,18 @@ def test_a_model_drawn_at_random_is_worth_the_mean_over_participants() -> None:
     assert found == pytest.approx(np.mean(right))
 
 
+def test_the_global_model_is_tried_on_everybodys_data() -> None:
+    built = simulation("mh_pfedhn_gd", model="mlp:hidden=4,mlp:hidden=3", chunk=32)
+    built.train_round()
+    network, params = built.global_model()
+    assert str(network.spec) == "mlp:hidden=3"  # the smallest client's
+    for client, score in built.evaluate_global("test").items():
+        own = torch.as_tensor(built.federation.roster[client].of("test"))
+        right = network(params, {}, built.federation.x[own]).argmax(1) == built.federation.y[own]
+        assert score.metric == pytest.approx(right.double().mean().item())
+    assert set(built.evaluate_global("test")) == set(built.setup.clients)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn", "pfedhn_pc", "hyperfedzero"])
 def test_models_that_cannot_be_handed_on_are_refused(method: str) -> None:
     with pytest.raises(NeedsError, match="weaves no whole model for each participant"):
@@ -441,3 +453,32 @@ def test_clients_that_the_data_name_stay_as_they_are() -> None:
     assert (resolve(RunOptions(), plain).partition, resolve(RunOptions(), plain).clients) == ("classes:2", 20)
     real = from_arrays(x, y.astype(np.float32) / 7)
     assert resolve(RunOptions(), real).partition == "iid"
+
+
+def test_unseen_clients_can_have_networks_of_their_own() -> None:
+    built = simulation("mh_pfedhn", unseen=2, unseen_model="mlp:hidden=9,mlp:hidden=5", chunk=32, admit_rounds=1)
+    assert [str(built.setup.models[c].spec) for c in ("0", "4", "5", "6")] == ["mlp:hidden=4"] * 2 + [
+        "mlp:hidden=5",
+        "mlp:hidden=9",
+    ]
+    assert 0 <= built.evaluate_unseen()["deployed/unseen/test/accuracy"] <= 1
+    with pytest.raises(
+        NeedsError, match="FedAvg has one model for all clients, mlp:hidden=4; client 5 has mlp:hidden=9"
+    ):
+        simulation("fedavg", unseen=2, unseen_model="mlp:hidden=9").evaluate_unseen()
+
+
+def test_unseen_clients_by_share_with_a_split_and_a_shift_of_their_own() -> None:
+    arrays = from_arrays(np.random.default_rng(0).random((400, 1, 6, 6), dtype=np.float32), np.arange(400) % 4)
+    made = {"clients": 8, "unseen": 0.2, "partition": "iid", "arrays": arrays, "test_share": 0.25}
+    plain = simulation(**made)
+    other = simulation(**made, unseen_partition="classes:1", unseen_shift="blur")
+    assert len(plain.federation.unseen) == len(other.federation.unseen) == 2
+    for built, classes in ((plain, 4), (other, 1)):
+        rows = torch.as_tensor(built.federation.roster[built.federation.unseen[0]].of("all"))
+        assert len(built.federation.y[rows].unique()) == classes
+        assert torch.equal(built.federation.x[rows], torch.as_tensor(arrays.x)[rows]) == (built is plain)
+    for client in plain.setup.clients:
+        rows = [torch.as_tensor(s.federation.roster[client].of("all")) for s in (plain, other)]
+        assert torch.equal(*rows) and torch.equal(plain.federation.x[rows[0]], other.federation.x[rows[1]])
+    assert 0 <= other.evaluate_unseen("all")["deployed/unseen/all/accuracy"] <= 1

@@ -38,6 +38,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,9 +50,9 @@ from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Cohort, Needs, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
-from fedloom.core.random import seed_of, stream
+from fedloom.core.random import seed_of
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
-from fedloom.hypernets.attention import AttentionLoom, layers_of
+from fedloom.hypernets.attention import AttentionLoom, first_embeddings, layers_of
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +118,7 @@ def init(setup: Setup[Any]) -> State:
     """The model as FedAvg's; all embeddings alike, unless an ablation is asked for."""
     config, (params, buffers), loom = setup.config, fedavg.init(setup), loom_of(setup)
     phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype, alive=config.start == "alive")
-    table = torch.ones(len(setup.clients), loom.embed_dim)
-    if config.embed_init == "random":
-        table = torch.as_tensor(stream(setup.seed, "embeddings").standard_normal(tuple(table.shape)))
-    elif config.embed_init == "one_hot":
-        table = torch.eye(len(table))
+    table = first_embeddings(config.embed_init, len(setup.clients), loom.embed_dim, setup.seed)
     table = table.to(setup.device, setup.dtype)
     activations = loom.activations(phi, table)
     alive = (activations > 0).any(0)
@@ -150,12 +147,8 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     if state.alive.any():
         warn_if_dead(setup.config, after.alive)
     buffers = fedavg.average(setup.config, model_of(state), replies).buffers
-    effective = 1 / after.last_weights.square().sum(0)  # of each layer: |C| if all weigh the same
-    return after._replace(buffers=buffers), {
-        "local_loss": mean_loss(replies),
-        "alive_heads": float(after.alive.sum()),
-        **{f"effective_clients.{layer}": float(n) for layer, n in zip(loom.layers, effective)},
-    }
+    told = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
+    return after._replace(buffers=buffers), told | loom.described(after.last_weights[setup.rows(active)], active)
 
 
 def learn(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[ClientId], deltas: Params) -> State:
@@ -180,23 +173,9 @@ def learn(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[
 
 
 def gradient(config: Config, loom: AttentionLoom, state: State, rows: list[int], deltas: Params) -> dict[str, Tensor]:
-    """Eq. 10 and 11, as the gradient of the loss of loom and embeddings: what a descent step subtracts.
-
-    Weights sum to 1, so theta_g = start + sum_c alpha_c delta_c, and the slope of alpha_c is <delta_c, dL / d theta_g>.
-    """
+    """Eq. 10 and 11, as the gradient of the loss of loom and embeddings: what a descent step subtracts."""
     before = {**state.loom, "embeddings": state.embeddings}
-    wanted = {name: value.detach().double().requires_grad_() for name, value in before.items()}
-    alpha = loom.weights(loom.activations(wanted, wanted["embeddings"][rows]))  # (active, layers)
-    slopes = []
-    for weights, names in zip(alpha.detach().T, loom.layers.values()):
-        moved = torch.cat([deltas[name].reshape(len(rows), -1) for name in names], dim=1).double()
-        slopes.append(moved @ loss_gradient(config, moved, weights))
-    grads = torch.autograd.grad(alpha, list(wanted.values()), torch.stack(slopes, dim=1))
-    # where all clients look alike phi has no gradient, and AdamW would divide what rounding leaves of it by its size
-    rounding = 1e-12 * torch.stack([grad.abs().max() for grad in grads]).max()
-    return {
-        name: torch.where(grad.abs() > rounding, grad, 0.0).to(before[name].dtype) for name, grad in zip(wanted, grads)
-    }
+    return loom.pull_back(before, rows, deltas, partial(loss_gradient, config))
 
 
 def loss_gradient(config: Config, moved: Tensor, weights: Tensor) -> Tensor:
@@ -231,12 +210,6 @@ def warn_if_dead(config: Config, alive: Tensor) -> None:
             "HyperGenFL's loom is dead: no head has a positive score, so that all clients weigh the same and nothing "
             "more is learned. Use --start alive --embed-init random."
         )
-
-
-def weights_by_layer(setup: Setup[Config], state: State) -> dict[ClientId, dict[str, float]]:
-    """The weights of the last round, by client and layer; 0 for clients that took no part."""
-    layers = loom_of(setup).layers
-    return {client: dict(zip(layers, row)) for client, row in zip(setup.clients, state.last_weights.tolist())}
 
 
 def model_of(state: State) -> fedavg.State:

@@ -52,7 +52,7 @@ from fedloom.hypernets.outer import outer_steps, rows_now
 from fedloom.hypernets.per_tensor import PerTensorConfig
 from fedloom.hypernets.weaving import pull_back, weave
 from fedloom.models.spec import ModelSpec
-from fedloom.privacy.gaussian import perturb
+from fedloom.privacy.gaussian import analytic_sigma, perturb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,11 @@ class Config(PerTensorConfig):
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.private:
+            analytic_sigma(self.descriptor_epsilon, self.descriptor_delta)  # refuses what no noise can do
 
     @property
     def standardised(self) -> bool:

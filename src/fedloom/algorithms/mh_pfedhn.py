@@ -103,8 +103,8 @@ def init(setup: Setup[Config]) -> State:
 
 def start(setup: Setup[Any], places: Iterable[Place]) -> State:
     """The state before round 1, with a piece for whatever ``places`` need."""
-    check_ways("keep_local", setup.config.keep_local, setup.architectures.values(), all_is_fine=False)
-    check_ways("frozen", setup.config.frozen, setup.architectures.values(), all_is_fine=True)
+    check_ways("keep_local", setup.config.keep_local, setup.architectures.values(), told_by_size=True)
+    check_ways("frozen", setup.config.frozen, setup.architectures.values(), told_by_size=False)
     pieces = loom_of(setup).grow({}, places, setup.seed, setup.device, setup.dtype)
     return State(pieces, {piece: Optimiser("adam").init(params) for piece, params in pieces.items()})
 

@@ -246,6 +246,7 @@ ALGORITHM = replace(
     config=Config,
     init=init,
     round=round,
+    global_model=global_model,
     cohort=500,  # everybody, in the paper's federations of 10 to 500 clients
     needs=Needs(class_labels=True),
 )

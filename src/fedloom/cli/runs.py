@@ -58,6 +58,7 @@ def evaluate(
     samples: Annotated[
         int, typer.Option(min=0, metavar="N", help="With --unseen: admit each with N of its samples; 0: with all.")
     ] = 0,
+    of_global: Annotated[bool, typer.Option("--global", help="The method's global model, on clients' data.")] = False,
     adapt: Adapt = None,
     json: AsJson = False,
 ) -> None:
@@ -75,13 +76,16 @@ def evaluate(
         raise unknown("split", split, [*SPLITS, "all"])
     if not unseen and (mode != "admit" or samples):
         raise ConfigError("--mode and --samples are about clients held out of training; give --unseen too.")
+    if unseen and of_global:
+        raise ConfigError("--global is tried on participants' data; leave out one of --global and --unseen.")
     loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
     scores: dict[str, Any] = {}
     if unseen:
         metrics = _unseen(loaded, split, mode, samples)
     else:
-        scores = loaded.evaluate(split)
-        metrics = summarise(scores, loaded.simulation.setup.task, "participants", split)
+        scores = loaded.evaluate_global(split) if of_global else loaded.evaluate(split)
+        whose = "global" if of_global else "deployed"
+        metrics = summarise(scores, loaded.simulation.setup.task, "participants", split, whose)
     if not metrics:
         raise RunError(f"No client of {run} has {split} data; choose another --split.")
     clients = {client: score._asdict() for client, score in scores.items()}
@@ -100,6 +104,7 @@ def export(
     run: RunPath,
     client: Annotated[list[str] | None, typer.Option(metavar="ID", help="A client; may be repeated.")] = None,
     all: Annotated[bool, typer.Option("--all", help="Every client that took part.")] = False,
+    of_global: Annotated[bool, typer.Option("--global", help="The method's global model, if it has one.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/export.")] = None,
     which: Which = "best",
     adapt: Adapt = None,
@@ -110,9 +115,11 @@ def export(
     """
     from fedloom import api
 
-    if bool(client) == all:
-        raise ConfigError("Say whose models to write: give either --client ID, once or more, or --all.")
+    if bool(client) + all + of_global != 1:
+        raise ConfigError("Say whose models to write: give one of --client ID, once or more, --all, and --global.")
     loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
+    if of_global:
+        typer.echo(loaded.export_global(out or run / "export"))
     for one in loaded.clients if all else client or ():
         typer.echo(loaded.export(one, out or run / "export"))
 
@@ -120,6 +127,9 @@ def export(
 def admit(
     run: RunPath,
     data: Annotated[Path, typer.Option(metavar="FILE.npz", help="The newcomer's samples x and, if any, labels y.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/admitted.")] = None,
     which: Which = "best",
     adapt: Adapt = None,
@@ -135,9 +145,13 @@ def admit(
     from fedloom.data.own import samples_from_npz
 
     x, y = samples_from_npz(data)
+<<<<<<< HEAD
     admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y)
     if admitted.report:
         typer.echo(admitted.report)
+=======
+    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y, model)
+>>>>>>> papers
     typer.echo(admitted.export(out or run / "admitted", data.stem))
 
 

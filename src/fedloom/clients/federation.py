@@ -89,13 +89,22 @@ def federate(
     task: Task,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    unseen_models: Sequence[Model] = (),
 ) -> Federation:
-    """A federation on ``device``. Clients take the ``models`` in turn: client i has the (i mod m)-th of m."""
+    """A federation on ``device``. Clients take the ``models`` in turn: client i has the (i mod m)-th of m.
+
+    Unseen clients can have models of their own, which they take in turn likewise.
+    """
     y = torch.as_tensor(y)
+
+    def model(i: int, unseen: bool) -> Model:
+        chosen = unseen_models if unseen and unseen_models else models
+        return chosen[i % len(chosen)]
+
     roster = {
         split.id: Client(
             split.id,
-            models[i % len(models)],
+            model(i, split.unseen),
             {"train": split.train, "val": split.val, "test": split.test},
             split.unseen,
         )

@@ -313,6 +313,8 @@ class Algorithm:
     admit: Callable[[Setup[Any], Any, Cohort, Ask], Sent] | None = None
     admit_labels: bool = True
     """Newcomers need labels to be admitted."""
+    global_model: Callable[[Setup[Any], Any], tuple[Model, Params]] | None = None
+    """A network besides the clients' own, with its parameters; clients keep its statistics as ``global_buffers``."""
     settle: Callable[[Setup[Any], Any, Ask], Any] | None = None
     """Brings a state into the form in which it is evaluated and deployed, where that takes further asks."""
     carries_prior: bool = True

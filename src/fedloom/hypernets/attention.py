@@ -8,13 +8,14 @@ has gathered into a score. The weights are the scores' shares, so that those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.random import stream
 from fedloom.core.trees import Params
 
 
@@ -25,6 +26,13 @@ def layers_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         layer = name.rpartition(".")[0] or name
         found[layer] = (*found.get(layer, ()), name)
     return found
+
+
+def first_embeddings(kind: str, clients: int, dim: int, seed: int) -> Tensor:
+    """One per client: ``ones``, ``random`` from N(0, 1), or ``one_hot``."""
+    if kind == "random":
+        return torch.as_tensor(stream(seed, "embeddings").standard_normal((clients, dim)))
+    return torch.eye(clients) if kind == "one_hot" else torch.ones(clients, dim)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,37 @@ class AttentionLoom:
         scores = torch.relu(activations) + self.floor
         shares: Tensor = scores / scores.sum(0)
         return shares
+
+    def pull_back(
+        self, before: Params, rows: Sequence[int], deltas: Params, loss_gradient: Callable[[Tensor, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """The gradient of a loss of the average with respect to ``before``: the loom and, in it, ``embeddings``.
+
+        ``deltas`` are the changes of the clients in ``rows``, stacked. ``loss_gradient(changes, weights)`` gives the
+        loss's slope in one layer of the average, from (active, parameters) and (active,). Weights sum to 1, so the
+        average is start + sum_c alpha_c delta_c, and the slope of alpha_c is the product of delta_c with it.
+        """
+        wanted = {name: value.detach().double().requires_grad_() for name, value in before.items()}
+        alpha = self.weights(self.activations(wanted, wanted["embeddings"][rows]))  # (active, layers)
+        slopes = []
+        for weights, names in zip(alpha.detach().T, self.layers.values()):
+            moved = torch.cat([deltas[name].reshape(len(rows), -1) for name in names], dim=1).double()
+            slopes.append(moved @ loss_gradient(moved, weights))
+        grads = torch.autograd.grad(alpha, list(wanted.values()), torch.stack(slopes, dim=1))
+        # where all clients look alike phi has no gradient; AdamW would divide what rounding leaves of it by its size
+        rounding = 1e-12 * torch.stack([grad.abs().max() for grad in grads]).max()
+        return {
+            name: torch.where(grad.abs() > rounding, grad, 0.0).to(before[name].dtype)
+            for name, grad in zip(wanted, grads)
+        }
+
+    def described(self, weights: Tensor, clients: Sequence[str]) -> dict[str, float]:
+        """Named numbers for a run's records: every weight and, for each layer, how many clients they amount to."""
+        effective = 1 / weights.square().sum(0)  # all of them if all weigh the same
+        found = {f"effective_clients.{layer}": float(n) for layer, n in zip(self.layers, effective)}
+        for client, row in zip(clients, weights.tolist()):
+            found |= {f"weight.{layer}.{client}": weight for layer, weight in zip(self.layers, row)}
+        return found
 
     def _attend(self, params: Params, name: str, x: Tensor) -> Tensor:
         """Self-attention among the clients."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import combinations
 
 from fedloom.core.config import flag
 from fedloom.core.contract import Model
@@ -38,8 +39,11 @@ def size_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, all_is_fine: bool) -> None:
-    """Refuse layers that no model has and, unless ``all_is_fine``, a way that names all of a model."""
+def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, told_by_size: bool) -> None:
+    """Refuse layers that no model has and, where clients tell their way by the size of what is left, what they cannot.
+
+    Nothing may be left of no model, and no two ways may leave different layers of one size.
+    """
     models = list(models) if ways else []
     for layer in (layer for way in ways for layer in way.split("+") if layer != "none"):
         if not any(selected(model, layer) for model in models):
@@ -47,6 +51,13 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, all
             raise ConfigError(
                 f"{flag(option)} names {layer!r}, which no model has. Choose from head, none, {', '.join(known)}."
             )
-    for model in models:
-        if not all_is_fine and not all(rest(model, ways)):
+    for model in models if told_by_size else ():
+        left = rest(model, ways)
+        if not all(left):
             raise ConfigError(f"{flag(option)} leaves nothing of {model.spec}. Name fewer layers.")
+        for (one, a), (other, b) in combinations(zip(ways, left), 2):
+            if size_of(a) == size_of(b) and a != b:
+                raise ConfigError(
+                    f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
+                    "which a client tells what is its own. Name other layers."
+                )

@@ -7,13 +7,14 @@ It is an ask like any other: it runs on every engine, and it knows of a method o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent
+from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Model, Program, Sent
 from fedloom.core.trees import ClientId, Tree
 
 DIVERGED = 1e30
@@ -54,6 +55,19 @@ def evaluate(
                 scores[client] = Score(loss / samples, metric / samples, round(samples))
     worst = 0.0 if higher_is_better else DIVERGED
     return {client: scores.get(client, Score(DIVERGED, worst, 1)) for client in clients}
+
+
+def with_network(algorithm: Algorithm, network: Model) -> Algorithm:
+    """``algorithm`` with all clients deploying a network that is not their own: its global model."""
+    return replace(algorithm, client_deploy=partial(_deploy, network), predict=partial(_predict, network))
+
+
+def _deploy(network: Model, home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
+    return {"params": shared["params"], "buffers": memory.get("global_buffers", network.fresh_buffers())}
+
+
+def _predict(network: Model, home: Home, deployed: Tree, x: Tensor) -> Tensor:
+    return network(deployed["params"], deployed["buffers"], x)
 
 
 @cache

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of many clients as named numbers: ``deployed/participants/test/accuracy`` and its like.
 
-The parts of a name: whose model (``deployed``: what each client would use), which clients (``participants`` or
-``unseen``), which split, which metric. The plain metric is the mean over clients, each counted once (pFedHN's
-"federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over clients; ``_worst10`` and
-``_best10`` are the means over the tenth of the clients that fare worst and best, one client at least.
+The parts of a name: whose model (``deployed``: what each client would use; ``global``: the method's global model),
+which clients (``participants`` or ``unseen``), which split, which metric. The plain metric is the mean over clients,
+each counted once (pFedHN's "federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over
+clients; ``_worst10`` and ``_best10`` are the means over the tenth of the clients that fare worst and best, one client
+at least.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from fedloom.core.task import Task
 from fedloom.metrics.evaluation import Score
 
 
-def summarise(scores: Mapping[str, Score], task: Task, clients: str, split: str) -> dict[str, float]:
+def summarise(
+    scores: Mapping[str, Score], task: Task, clients: str, split: str, model: str = "deployed"
+) -> dict[str, float]:
     """The named numbers of a set of scores; none for no scores."""
     if not scores:
         return {}
@@ -25,7 +28,7 @@ def summarise(scores: Mapping[str, Score], task: Task, clients: str, split: str)
     weights = np.array([score.samples for score in scores.values()], dtype=float)
     ranked = np.sort(values) if task.higher_is_better else np.sort(values)[::-1]
     tenth = max(1, len(values) // 10)
-    stem = f"deployed/{clients}/{split}"
+    stem = f"{model}/{clients}/{split}"
     name = f"{stem}/{task.metric_name}"
     return {
         name: float(values.mean()),

@@ -21,6 +21,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import normal
 
 
@@ -43,7 +44,13 @@ def analytic_sigma(epsilon: float, delta: float, sensitivity: float = 1.0) -> fl
         return delta_of(epsilon, math.exp(log_ratio)) - delta
 
     # from a millionth to a billion sensitivities: beyond any epsilon and delta in use
-    return sensitivity * math.exp(brentq(excess, math.log(1e-6), math.log(1e9), xtol=1e-12))
+    least, most = math.log(1e-6), math.log(1e9)
+    if not excess(most) < 0 < excess(least):
+        raise ConfigError(
+            f"No noise from 1e-6 to 1e9 sensitivities gives epsilon {epsilon:g} with delta {delta:g} exactly; "
+            "give values that are nearer to 1."
+        )
+    return sensitivity * math.exp(brentq(excess, least, most, xtol=1e-12))
 
 
 def classical_sigma(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:

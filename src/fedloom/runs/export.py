@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's model as files that need no run directory: safetensors, and a loader of three lines."""
+"""A model as files that need no run directory: safetensors, and a loader of three lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedloom.models.spec import ModelSpec
 from fedloom.runs.files import write_file, writing
 
 
-def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str) -> Path:
-    """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it."""
+def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "") -> Path:
+    """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    stem = "client-" + quote(client, safe="")
+    stem = stem or "client-" + quote(client, safe="")
     plain = deployed.get("base", deployed)
     weights = {**plain["params"], **plain["buffers"]}
     if "base" in deployed:  # an adapted predictor: models.load.Shifted

@@ -30,6 +30,7 @@ class RunOptions:
     model: str = option(
         "auto", "A network, several separated by commas (clients take them in turn), or an import path."
     )
+    unseen_model: str | None = option(None, "Another network for the unseen clients; without it, as everybody.")
     adapt: Literal["none", "prior"] = option("none", "Add each client's label shares to the scores of a global model.")
     adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
     adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)

@@ -23,10 +23,10 @@ from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
-from fedloom.core.trees import ClientId, Tree, flatten, num_bytes
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
-from fedloom.metrics.evaluation import Score, evaluate
+from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
 from fedloom.metrics.unseen import evaluate_handed_on
 from fedloom.models.model import Model
@@ -166,6 +166,29 @@ class Simulation:
             higher_is_better=self.setup.task.higher_is_better,
         )
 
+    def global_model(self) -> tuple[contract.Model, Params]:
+        """The network that the method has besides its clients' own."""
+        if self.base.global_model is None:
+            raise NeedsError(
+                f"{self.base.name} has no global model apart from what its clients deploy. Leave it out; "
+                "a method that has one is mh_pfedhn_gd."
+            )
+        state = self.state if self.algorithm is self.base else self.base.state(**self.state.base)
+        return self.base.global_model(self.setup, state)
+
+    def evaluate_global(self, split: str) -> dict[ClientId, Score]:
+        """The scores of the global model on a split of every participant's own data."""
+        network, params = self.global_model()
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(
+            with_network(self.base, network),
+            lambda clients: Sent({"params": params}, PerClient.empty(clients)),
+            self.federation.having(split, self.setup.clients),
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+
     def settle(self) -> None:
         """Bring the state into the form in which it is evaluated and deployed."""
         if self.algorithm.settle:
@@ -192,6 +215,14 @@ class Simulation:
                 f"{self.algorithm.name} cannot serve clients that took no part in training: it has no model for them. "
                 "Methods that can are listed by `fedloom methods`."
             )
+        if self.algorithm.needs.same_model:
+            common = self.setup.models[self.setup.clients[0]].spec
+            for client in newcomers:
+                if self.setup.models[client].spec != common:
+                    raise NeedsError(
+                        f"{self.algorithm.name} has one model for all clients, {common}; client {client} has "
+                        f"{self.setup.models[client].spec}. Give it the common one."
+                    )
         self.engine.begin("admission")
         return self.algorithm.admit(self.setup, self.state, Cohort(self.round, tuple(newcomers)), self.engine.ask)
 
@@ -339,8 +370,15 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
     outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
     shape = tuple(arrays.x.shape[1:])
     names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+<<<<<<< HEAD
     narrow = torch.bfloat16 if options.precision == "bf16" else dtype
     models = [Model(parse(name, shape, outputs), device, dtype, training_dtype=narrow) for name in names.split(",")]
+=======
+    models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
+    others = [
+        Model(parse(name, shape, outputs), device, dtype) for name in (options.unseen_model or "").split(",") if name
+    ]
+>>>>>>> papers
     x = arrays.x
     if options.unseen_shift:
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
@@ -350,7 +388,7 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
         x[rows] = apply_shift(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
-    return federate(x, arrays.y, parts, models, task, device, dtype)
+    return federate(x, arrays.y, parts, models, task, device, dtype, others)
 
 
 def set_precision(name: str) -> None:
