@@ -145,13 +145,9 @@ def admit(
     from fedloom.data.own import samples_from_npz
 
     x, y = samples_from_npz(data)
-<<<<<<< HEAD
-    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y)
+    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y, model)
     if admitted.report:
         typer.echo(admitted.report)
-=======
-    admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y, model)
->>>>>>> papers
     typer.echo(admitted.export(out or run / "admitted", data.stem))
 
 

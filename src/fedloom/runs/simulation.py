@@ -370,15 +370,13 @@ def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federa
     outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
     shape = tuple(arrays.x.shape[1:])
     names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
-<<<<<<< HEAD
     narrow = torch.bfloat16 if options.precision == "bf16" else dtype
-    models = [Model(parse(name, shape, outputs), device, dtype, training_dtype=narrow) for name in names.split(",")]
-=======
-    models = [Model(parse(name, shape, outputs), device, dtype) for name in names.split(",")]
-    others = [
-        Model(parse(name, shape, outputs), device, dtype) for name in (options.unseen_model or "").split(",") if name
-    ]
->>>>>>> papers
+
+    def networks(names: str) -> list[Model]:
+        specs = [parse(name, shape, outputs) for name in names.split(",") if name]
+        return [Model(spec, device, dtype, training_dtype=narrow) for spec in specs]
+
+    models, others = networks(names), networks(options.unseen_model or "")
     x = arrays.x
     if options.unseen_shift:
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]

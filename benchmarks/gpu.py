@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fedloom on a GPU against a plain PyTorch loop on the same GPU: whole rounds of pFedHN, as ratios in one run.
+
+    python benchmarks/gpu.py [--part rounds memory] [--repeats 5]
+
+``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, and with TF32
+and bfloat16. ``memory``: a cohort that the memory it may use has no room for. Data are random: no accuracy is measured
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedloom import algorithms
+from fedloom.clients.federation import federate
+from fedloom.clients.partition import partition
+from fedloom.core.contract import Cohort, Setup
+from fedloom.core.task import CLASSIFICATION
+from fedloom.engines import capture
+from fedloom.engines.vectorised import Vectorised
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
+from fedloom.runs.simulation import set_precision
+
+SHAPE, CLASSES, STEPS = (3, 32, 32), 10, 50
+DEVICE = torch.device("cuda")
+PEAK = 67e12
+"""float32 operations a second of an H100 or H200 without tensor cores (NVIDIA's data sheet)."""
+
+Round = Callable[[int], Any]
+
+
+def fedloom_rounds(
+    clients: int, batch: int, *, compiled: bool, precision: str = "exact", model: str = "lenet", registered: int = 0,
+    method: str = "pfedhn", **options: Any,
+) -> tuple[Round, Vectorised]:  # fmt: skip
+    """Rounds of fedloom's engine with a cohort of ``clients`` out of ``registered``."""
+    set_precision(precision)
+    capture.MIN_COMPILED_STEPS = 0 if compiled else 1 << 60
+    narrow = torch.bfloat16 if precision == "bf16" else None
+    registered = registered or clients
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((max(2 * registered, 20_000), *SHAPE), dtype=np.float32)
+    y = rng.integers(0, CLASSES, len(x))
+    network = Model(parse(model, SHAPE, CLASSES), DEVICE, training_dtype=narrow)
+    federation = federate(x, y, partition(y, "iid", registered, 0), [network], CLASSIFICATION, DEVICE)
+    algorithm = algorithms.get(method)
+    config = algorithm.config(local_steps=STEPS, batch_size=batch, **options)
+    setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0, DEVICE)
+    engine = Vectorised(federation, algorithm, config, 0)
+    engine.rounds_left = 1
+    state = algorithm.init(setup)
+
+    def one_round(number: int) -> None:
+        nonlocal state
+        rows = np.sort(np.random.default_rng(number).choice(registered, clients, replace=False))
+        engine.begin(number)
+        cohort = Cohort(number, tuple(federation.participants[row] for row in rows))
+        state, _ = algorithm.round(setup, state, cohort, engine.ask)
+
+    return one_round, engine
+
+
+def plain_rounds(clients: int, batch: int) -> Round:
+    """pFedHN as one would write it: a loop over clients, their steps, and the hypernetwork's step after each."""
+    set_precision("exact")
+    network = Model(parse("lenet", SHAPE, CLASSES), DEVICE)
+    shapes = network.shapes
+    x, y = torch.randn(6400, *SHAPE, device=DEVICE), torch.randint(0, CLASSES, (6400,), device=DEVICE)
+    layers = [nn.Linear(13, 100), *(layer for _ in range(3) for layer in (nn.ReLU(), nn.Linear(100, 100)))]
+    trunk = nn.Sequential(*layers).to(DEVICE)
+    heads = nn.ModuleList([nn.Linear(100, int(np.prod(shape))) for shape in shapes.values()]).to(DEVICE)
+    table = nn.Embedding(50, 13).to(DEVICE)
+    everything = [*trunk.parameters(), *heads.parameters(), *table.parameters()]
+    outer = torch.optim.SGD(everything, 1e-2, momentum=0.9, weight_decay=1e-3)
+
+    def one_round(number: int) -> None:
+        for client in range(clients):
+            features = trunk(table(torch.tensor(client % 50, device=DEVICE)))
+            woven = {name: head(features).view(shape) for head, (name, shape) in zip(heads, shapes.items())}
+            module = network.module({name: value.detach() for name, value in woven.items()}, {}).train()
+            inner = torch.optim.SGD(module.parameters(), 5e-3, momentum=0.9, weight_decay=5e-5)
+            for _ in range(STEPS):
+                rows = torch.randint(0, len(x), (batch,), device=DEVICE)
+                inner.zero_grad()
+                F.cross_entropy(module(x[rows]), y[rows]).backward()
+                nn.utils.clip_grad_norm_(module.parameters(), 50.0)
+                inner.step()
+            after = dict(module.named_parameters())
+            change = [woven[name].detach() - after[name].detach() for name in woven]
+            outer.zero_grad()
+            torch.autograd.backward(list(woven.values()), change)
+            nn.utils.clip_grad_norm_(everything, 50.0)
+            outer.step()
+
+    return one_round
+
+
+def seconds(one_round: Round, repeats: int, warm: int = 4) -> float:
+    """The median of the rounds after the first ones, which record and compile."""
+    taken = []
+    for number in range(warm + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        one_round(number)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[warm:])
+
+
+def operations_per_sample() -> float:
+    """Forward and backward, as torch counts them."""
+    module = parse("lenet", SHAPE, CLASSES).build()
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(64, *SHAPE)).sum().backward()
+    return counter.get_total_flops() / 64
+
+
+def rounds(repeats: int) -> None:
+    """Cohorts of several sizes, in several ways."""
+    cost = operations_per_sample()
+    print(f"\nLeNet of pFedHN, {STEPS} steps a client, {cost / 1e6:.1f} million operations a sample")
+    print(f"{'clients':>7s} {'batch':>5s}  {'way':22s}{'ms a round':>12s}{'training':>10s}{'samples/s':>13s}"
+          f"{'of plain':>10s}{'of peak':>9s}")  # fmt: skip
+    ways = {
+        "recorded": {"compiled": False},
+        "compiled": {"compiled": True},
+        "compiled, tf32": {"compiled": True, "precision": "tf32"},
+        "compiled, bf16": {"compiled": True, "precision": "bf16"},
+    }
+    for clients, batch in ((1, 64), (10, 64), (50, 64), (500, 32)):
+        samples = clients * STEPS * batch
+        few = min(clients, 4)  # of a loop, some clients are as good as all
+        plain = seconds(plain_rounds(few, batch), 3, warm=1) * clients / few
+        print(
+            f"{clients:7d} {batch:5d}  {'plain loop':22s}{plain * 1e3:12.1f}{'':10s}{samples / plain:13,.0f}{1:9.1f}x"
+        )
+        for way, how in ways.items():
+            step = {"server_step": "cohort_mean"} if clients == 500 else {}
+            one_round, engine = fedloom_rounds(clients, batch, **how, **step)  # type: ignore[arg-type]
+            taken = seconds(one_round, repeats)
+            training = engine.books.asking
+            share = samples / training * cost / PEAK
+            print(f"{clients:7d} {batch:5d}  {way:22s}{taken * 1e3:12.1f}{training * 1e3:10.1f}{samples / taken:13,.0f}"
+                  f"{plain / taken:9.1f}x{share:8.1%}  {'; '.join(engine.notes)}", flush=True)  # fmt: skip
+            del one_round, engine
+            torch.cuda.empty_cache()
+
+
+def memory(repeats: int) -> None:
+    """500 clients of a ResNet-18 in a part of the memory."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = 60 << 30
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    one_round, engine = fedloom_rounds(500, 8, compiled=False, model="resnet18", method="fedavg", registered=500)
+    taken = seconds(one_round, 1, warm=1)
+    print(f"\n500 clients of a ResNet-18 with {room >> 30} GiB: {taken:.1f} s a round, at most "
+          f"{torch.cuda.max_memory_reserved() / 2**30:.0f} GiB; {'; '.join(engine.notes)}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = {"rounds": rounds, "memory": memory}
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for part in options.part:
+        parts[part](options.repeats)
+
+
+if __name__ == "__main__":
+    main()
