@@ -9,7 +9,6 @@ compiler makes the copies, and the sum over them that is their gradient, one ker
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from torch.overrides import TorchFunctionMode
 MIN_INPUTS = 128
 """Input values per output value: below, the product is too thin to be faster, unless for very many clients."""
 
-FEW, MANY = 4, 200
-"""Clients: up to the first number cuDNN is as fast; from the second on products are faster whatever their shape."""
+MANY = 200
+"""Clients from which on products are faster whatever their shape."""
 
 
-def products_for(clients: int) -> AbstractContextManager[Any]:
+def products_for(clients: int) -> AsProducts:
     """Convolutions as products, where that is faster for so many clients."""
-    if clients <= FEW:
-        return nullcontext()
     return AsProducts(MIN_INPUTS if clients < MANY else 1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.core.contract import Setup
 from fedloom.core.optim import Optimiser
 from fedloom.core.recording import to_device
-from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.hypernets.weaving import Loom, pull_back
 
 
@@ -42,38 +42,51 @@ def outer_steps(
 
     Not ``learned``: the rows are fixed, and have no part in the norm that is clipped.
     """
-    outer, parts = setup.config.outer(), [replies]
+    outer, groups = setup.config.outer(), [members for members, _ in replies.groups]
+    places = [(g, row) for g, members in enumerate(groups) for row in range(len(members))]
+    clients = [groups[g][row] for g, row in places]
+    turns = [list(range(len(places)))]  # who steps together
     if setup.config.server_step == "per_client":
-        parts = [PerClient([([c], replies.pick([c]))]) for c in sorted(replies, key=lambda c: setup.rows([c]))]
-    rows = to_device(setup.rows([client for part in parts for client in part]), table.device)
+        turns = [[i] for i in sorted(range(len(places)), key=lambda i: setup.rows([clients[i]]))]
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
-    moving = {name: value for name, value in momentum.items() if name != "embeddings"}
-    values, speeds, seen = table[rows], momentum.get("embeddings", table)[rows], memory["seen"][rows]
-    steps, done = memory["steps"].clone(), 0
-    for part in parts:
-        groups, here = [group for group, _ in part.groups], slice(done, done + len(part))
-        members = [client for group in groups for client in group]
 
-        def step(phi: Params, moving: Params, v: Tensor, speed: Tensor, waited: Tensor, deltas: Sequence[Tree],
-                 groups: Any = groups, members: Any = members) -> Any:  # fmt: skip
-            v, speed = outer.coast(v, speed, waited) if learned else (v, speed)
-            changes = PerClient([(group, {"delta": delta}) for group, delta in zip(groups, deltas)])
-            grads, v_grad = pull_back(setup, loom, phi, v, members, changes)
-            before = {"momentum": {**moving, "embeddings": speed}} if outer.momentum else {}
+    def all_steps(phi: Params, moving: Params, rows: Tree, deltas: Sequence[Tree]) -> Any:
+        values, speeds, waited = (list(rows[part].split(1)) for part in ("values", "speeds", "waited"))
+        for number, turn in enumerate(turns):
+            v, speed = (torch.cat([table[i] for i in turn]) for table in (values, speeds))
+            if learned:
+                v, speed = outer.coast(v, speed, torch.cat([waited[i] for i in turn]) + number)
+            changes: list[tuple[Sequence[ClientId], Tree]]
+            changes = [([clients[i]], {"delta": _row(deltas[places[i][0]], places[i][1])}) for i in turn]
+            if len(turns) == 1:
+                changes = [(members, {"delta": delta}) for members, delta in zip(groups, deltas)]
+            grads, v_grad = pull_back(setup, loom, phi, v, [clients[i] for i in turn], PerClient(changes))
             moved = {**grads, "embeddings": v_grad if learned else torch.zeros_like(v_grad)}
+            before = {"momentum": {**moving, "embeddings": speed}} if outer.momentum else {}
             after, state = outer.update({**phi, "embeddings": v}, moved, before)
-            state = state.get("momentum", {"embeddings": speed})
-            names = [name for name in phi if name in state]
-            return {n: after[n] for n in phi}, {n: state[n] for n in names}, after["embeddings"], state["embeddings"]
+            now = state.get("momentum", {"embeddings": speed})
+            phi, moving = {n: after[n] for n in phi}, {n: now[n] for n in moving}
+            for i, own, own_speed in zip(turn, after["embeddings"].split(1), now["embeddings"].split(1)):
+                values[i], speeds[i] = own, own_speed
+        return phi, moving, torch.cat(values), torch.cat(speeds)
 
-        name = ("outer step", learned, tuple(str(setup.models[client].spec) for client in members))
-        arguments = (values[here], speeds[here], steps - seen[here], [tree["delta"] for _, tree in part.groups])
-        phi, moving, values[here], speeds[here] = setup.replay(name, step, phi, moving, *arguments)
-        steps += 1
-        seen[here] = steps
-        done += len(part)
-    after_table = table.index_copy(0, rows, values) if learned else table
+    at = to_device(setup.rows(clients), table.device)
+    rows = {
+        "values": table[at],
+        "speeds": momentum.get("embeddings", table)[at],
+        "waited": memory["steps"] - memory["seen"][at],
+    }
+    moving = {name: value for name, value in momentum.items() if name != "embeddings"}
+    name = ("outer steps", learned, tuple(map(tuple, turns)), tuple(str(setup.models[c].spec) for c in clients))
+    deltas = [tree["delta"] for _, tree in replies.groups]
+    phi, moving, values, speeds = setup.replay(name, all_steps, phi, moving, rows, deltas)
+    taken = {i: number + 1 for number, turn in enumerate(turns) for i in turn}
+    seen = memory["steps"] + to_device([taken[i] for i in range(len(places))], table.device)
+    memory = {**memory, "steps": memory["steps"] + len(turns), "seen": memory["seen"].index_copy(0, at, seen)}
     if outer.momentum:
-        momentum = {**moving, "embeddings": momentum["embeddings"].index_copy(0, rows, speeds)}
-        memory = {**memory, "momentum": momentum}
-    return phi, after_table, {**memory, "steps": steps, "seen": memory["seen"].index_copy(0, rows, seen)}
+        memory["momentum"] = {**moving, "embeddings": momentum["embeddings"].index_copy(0, at, speeds)}
+    return phi, table.index_copy(0, at, values) if learned else table, memory
+
+
+def _row(tree: Tree, row: int) -> Any:
+    return tree_map(lambda leaf: leaf[row : row + 1], tree)
