@@ -117,7 +117,8 @@ def build(
     """A federation of the setting before its first round."""
     given = {
         "dataset": setting.dataset, "partition": setting.partition, "clients": setting.clients, "seed": seed,
-        "unseen": setting.unseen, "rounds": setting.rounds, "model": args.model, "device": args.device, **more,
+        "unseen": setting.unseen, "rounds": setting.rounds, "model": args.model, "device": args.device,
+        "local_steps": args.local_steps, **more,
     }  # fmt: skip
     options, config = parse_options(method, given)
     return Simulation(method, options, config, arrays)
@@ -382,6 +383,7 @@ def main() -> None:
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--rounds", type=int, default=0, help="instead of the setting's")
     parser.add_argument("--cohort", type=int, default=20)
+    parser.add_argument("--local-steps", type=int, default=25)
     parser.add_argument("--repetitions", type=int, default=20, help="random divisions of each newcomer's samples")
     parser.add_argument("--pfedhn", action="store_true", help="also train pFedHN, for its labelled participants")
     parser.add_argument("--it-pfl-hn", action="store_true", help="also train IT-PFL-HN, both presets")
