@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedloom on a GPU against a plain PyTorch loop on the same GPU: whole rounds of pFedHN, as ratios in one run.
 
-    python benchmarks/gpu.py [--part rounds memory] [--repeats 5]
+    python benchmarks/gpu.py [--part rounds memory] [--cohorts 1 50] [--ways compiled bf16] [--repeats 5]
 
 ``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, and with TF32
 and bfloat16. ``memory``: a cohort that the memory it may use has no room for. Data are random: no accuracy is measured
@@ -127,29 +127,35 @@ def operations_per_sample() -> float:
     return counter.get_total_flops() / 64
 
 
-def rounds(repeats: int) -> None:
+COHORTS = {1: 64, 10: 64, 50: 64, 500: 32}
+"""Clients: samples in a batch."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "recorded": {"compiled": False},
+    "compiled": {"compiled": True},
+    "tf32": {"compiled": True, "precision": "tf32"},
+    "bf16": {"compiled": True, "precision": "bf16"},
+}
+
+
+def rounds(options: argparse.Namespace) -> None:
     """Cohorts of several sizes, in several ways."""
     cost = operations_per_sample()
     print(f"\nLeNet of pFedHN, {STEPS} steps a client, {cost / 1e6:.1f} million operations a sample")
     print(f"{'clients':>7s} {'batch':>5s}  {'way':22s}{'ms a round':>12s}{'training':>10s}{'samples/s':>13s}"
           f"{'of plain':>10s}{'of peak':>9s}")  # fmt: skip
-    ways = {
-        "recorded": {"compiled": False},
-        "compiled": {"compiled": True},
-        "compiled, tf32": {"compiled": True, "precision": "tf32"},
-        "compiled, bf16": {"compiled": True, "precision": "bf16"},
-    }
-    for clients, batch in ((1, 64), (10, 64), (50, 64), (500, 32)):
+    for clients in options.cohorts:
+        batch = COHORTS[clients]
         samples = clients * STEPS * batch
         few = min(clients, 4)  # of a loop, some clients are as good as all
         plain = seconds(plain_rounds(few, batch), 3, warm=1) * clients / few
         print(
             f"{clients:7d} {batch:5d}  {'plain loop':22s}{plain * 1e3:12.1f}{'':10s}{samples / plain:13,.0f}{1:9.1f}x"
         )
-        for way, how in ways.items():
+        for way in options.ways:
             step = {"server_step": "cohort_mean"} if clients == 500 else {}
-            one_round, engine = fedloom_rounds(clients, batch, **how, **step)  # type: ignore[arg-type]
-            taken = seconds(one_round, repeats)
+            one_round, engine = fedloom_rounds(clients, batch, **WAYS[way], **step)
+            taken = seconds(one_round, options.repeats)
             training = engine.books.asking
             share = samples / training * cost / PEAK
             print(f"{clients:7d} {batch:5d}  {way:22s}{taken * 1e3:12.1f}{training * 1e3:10.1f}{samples / taken:13,.0f}"
@@ -158,7 +164,7 @@ def rounds(repeats: int) -> None:
             torch.cuda.empty_cache()
 
 
-def memory(repeats: int) -> None:
+def memory(options: argparse.Namespace) -> None:
     """500 clients of a ResNet-18 in a part of the memory."""
     total = torch.cuda.get_device_properties(0).total_memory
     room = 60 << 30
@@ -173,11 +179,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = {"rounds": rounds, "memory": memory}
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--cohorts", type=int, nargs="+", choices=COHORTS, default=list(COHORTS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for part in options.part:
-        parts[part](options.repeats)
+        parts[part](options)
 
 
 if __name__ == "__main__":
