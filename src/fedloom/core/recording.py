@@ -7,6 +7,7 @@ function cannot be recorded (it reads a tensor back, say), it is simply called.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ class Recording:
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with warnings.catch_warnings(), torch.cuda.graph(self._graph):
+            warnings.simplefilter("ignore")  # a function that only passes on what it is given leaves an empty graph
             self._outputs, self._structure = pytree.tree_flatten(function(*arguments))
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:

@@ -35,8 +35,8 @@ MIN_RECORDED_STEPS = 8
 CAPACITY = 64
 """Graphs are made for multiples of this many steps, so that asks of nearly equal length share one."""
 
-MIN_COMPILED_STEPS = 50_000
-"""Compiling costs half a minute: it is for steps of which this many are still to come."""
+MIN_COMPILED_STEPS = 200_000
+"""Compiling costs 10 to 30 seconds: it is for steps of which this many, of one client each, are still to come."""
 
 KEPT = 16
 """Graphs kept at a time: each has memory of its own."""
@@ -74,7 +74,7 @@ class Recordings:
         kind = (name, shapes, width, capacity, bool(ragged))
         ways = self._ways.setdefault(kind, ["recorded"])
         self._uses[kind] += 1
-        if self._uses[kind] == 3 and ways and rounds_left * steps >= MIN_COMPILED_STEPS:
+        if self._uses[kind] == 3 and ways and rounds_left * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
             self.kept.pop(kind, None)  # to be recorded anew
             ways.insert(0, "compiled")
         while ways:
