@@ -4,7 +4,8 @@
 Bias-corrected temperature scaling (Alexandari et al. 2020): log p(y | x, client) = s_y(x) / T + b_y + log pi_y(client),
 up to a constant. Each participant's own label shares stand beside the scores, so that s / T + b is left to be a
 log-likelihood: what EM for another client needs. The fit is convex in (1/T, b). A client answers with value, gradient
-and curvature at the present point; the server takes Newton steps. Clipping and noise on what is answered make it
+and curvature at the present point; the server takes Newton steps. Clients with few classes each can hardly compare the
+others, so biases are held back by as much as one sample could say. Clipping and noise on what is answered make it
 differentially private.
 """
 
@@ -25,6 +26,8 @@ from fedloom.core.random import fold, normal
 from fedloom.core.trees import ClientId, Params, Tree
 
 MAX_ASKS = 20
+HOLD = 1.0
+"""Half of this times the squared biases is added to the loss: classes that no client can compare stay as they are."""
 
 
 class Privacy(NamedTuple):
@@ -41,6 +44,8 @@ def fit(
     classes = setup.models[clients[0]].num_outputs
     point = torch.zeros(classes + 1, dtype=torch.float64, device=setup.device)
     point[0] = 1.0  # (1/T, b): the model as it is
+    hold = torch.full_like(point, HOLD)
+    hold[0] = 0.0
     program, step, best = _program(algorithm, privacy), torch.zeros_like(point), math.inf
     for _ in range(8 if privacy.noise else MAX_ASKS):
         shared = {**sent.shared, "point": (point + step).to(setup.dtype)}
@@ -49,11 +54,12 @@ def fit(
             sum(tree[name].double().sum(0) for _, tree in replies.groups) for name in ("value", "gradient", "curvature")
         )
         count = float(sum(tree["samples"].sum() for _, tree in replies.groups))
+        held = (point + step) * hold
+        value, grad, curve = value + 0.5 * held @ (point + step), grad + held, curve + torch.diag(hold)
         if not privacy.noise and float(value) > best + 1e-12 * abs(best):
             step = step / 2  # too far: the quadratic was no good there
             continue
         point, best = point + step, float(value)
-        # a bias that is the same for all classes changes nothing: the ridge holds it at zero
         ridge = 1e-8 * max(count, 1.0) * torch.eye(classes + 1, dtype=torch.float64, device=setup.device)
         if privacy.noise:
             ridge = ridge * 1e6 + _shift_to_positive(curve)
