@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Played, play, setup_of, small_federation
-from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_init, client_step, embed, loom_of, net, penalty
+from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_init, client_step, embed, loom_of, penalty
 from fedloom.core.contract import Batch, Cohort, Home
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import fold, key, normal
@@ -21,6 +21,7 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import tree_map
 from fedloom.core.vectors import from_vector
 from fedloom.data.own import from_arrays
+from fedloom.hypernets.per_sample import net
 from fedloom.metrics.evaluation import evaluate
 from fedloom.models.model import Model
 from fedloom.models.spec import parse

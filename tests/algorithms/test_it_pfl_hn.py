@@ -237,7 +237,7 @@ def test_a_private_descriptor_is_the_clean_one_plus_noise_of_the_right_size(engi
     played = play(ALGORITHM, federation, engine, rounds=1, **config)
     noisy = Ears()
     admitted(played, federation.unseen, noisy)
-    assert noisy.programs == ["it_pfl_hn.describe_privately"] and noisy.up == {"descriptor"}
+    assert noisy.programs == ["encoder.describe_privately"] and noisy.up == {"descriptor"}
     clean = torch.stack([whole_batch(federation, played, c, private=True) for c in federation.unseen])
     assert float(clean.norm(dim=1).max()) <= 1
     noise = torch.stack([noisy.replies[0][c]["descriptor"] for c in federation.unseen]) - clean
@@ -261,7 +261,7 @@ def test_the_papers_privacy_by_hand() -> None:
 def test_participants_add_no_noise() -> None:
     federation, ears = small_federation(), Ears()
     played = play(ALGORITHM, federation, rounds=2, finetune_after=1, wrap=ears, descriptor_epsilon=1.0, **SMALL)
-    assert "it_pfl_hn.describe_privately" not in ears.programs
+    assert "encoder.describe_privately" not in ears.programs
     for client in federation.participants:
         expected = whole_batch(federation, played, client, private=True)
         torch.testing.assert_close(ears.replies[2][client]["descriptor"], expected, rtol=0, atol=1e-12)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import ALGORITHM, CODE_PRESET, Carry, Config, State, change_in, places_of
+from fedloom.algorithms.mh_pfedhn import ALGORITHM, CODE_PRESET, Carry, Config, State, places_of
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Cohort, Home, Setup
 from fedloom.core.errors import ConfigError, RoundError
@@ -24,6 +24,7 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.vectors import to_vector
 from fedloom.hypernets.multi_head import TRUNK
+from fedloom.hypernets.sparse import change_in
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from tiny import HAND, Ears, lines, torch_steps
@@ -518,7 +519,7 @@ def admitted(played: Any, newcomers: tuple[str, ...], ears: Ears | None = None) 
 def replay_admission(played: Any, newcomers: tuple[str, ...], ears: Ears, moving: tuple[str, ...]) -> Hyper:
     """Adam on the pieces whose names begin with ``moving``, one step per round on the mean of the replies."""
     places = places_of(played.setup, newcomers)
-    loom = mh_pfedhn.loom_of(played.setup)
+    loom = played.setup.config.loom()
     pieces = loom.grow(played.state.pieces, places.values(), 0, torch.device("cpu"), torch.float64)
     hyper = Hyper(State(pieces, {}), places)
     trained = [p for (piece, _), p in zip(hyper.names, hyper.values) if piece.startswith(moving)]

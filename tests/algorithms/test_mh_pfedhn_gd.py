@@ -126,7 +126,7 @@ def test_the_global_step_is_weighted_by_numbers_of_samples() -> None:
         piece: {n: start.pieces[piece][n].clone().requires_grad_() for n in start.pieces[piece]}
         for piece in ("trunk", place.head, place.vectors)
     }
-    (-(mh_pfedhn.loom_of(played.setup)(leaves, [place])[0] * mean).sum()).backward()
+    (-(played.setup.config.loom()(leaves, [place])[0] * mean).sum()).backward()
     flat = [value for params in leaves.values() for value in params.values()]
     torch.nn.utils.clip_grad_norm_(flat, 50.0)
     torch.optim.Adam(flat, lr=0.01).step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunked loom and networks per sample, against the modules that they stand for."""
+"""The chunked loom against the modules that it stands for."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import setup_of, small_federation
-from fedloom.algorithms.hyperfedzero import ALGORITHM
 from fedloom.core.errors import NeedsError
-from fedloom.core.random import fold, key
-from fedloom.core.vectors import from_vector
-from fedloom.hypernets.chunked import (
-    ChunkedLoom,
-    PerSampleNeeds,
-    append,
-    append_init,
-    classify,
-    dense,
-    dense_init,
-    dense_size,
-    matched,
-)
-from fedloom.models.model import Model
-from fedloom.models.spec import parse
+from fedloom.hypernets.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
 
 DOUBLE = (torch.device("cpu"), torch.float64)
 LOOM = ChunkedLoom(condition_dim=3, size=23, hidden=(6, 5), chunk_size=4, chunk_dim=2)
@@ -122,61 +106,3 @@ def test_what_cannot_be_matched_is_refused() -> None:
         "No loom has, with the 25,120 parameters of the extractor, as many as the 21,840 that it weaves; "
         "give another --extractor-hidden, a larger --model, or leave --size-match out."
     )
-
-
-@pytest.mark.parametrize("name", ["mlp:hidden=5", "lenet:kernels=2", "testnets:Dropping"])
-def test_each_sample_goes_through_the_module_with_its_own_parameters(name: str) -> None:
-    model = Model(parse(name, (1, 6, 6), 3), dtype=torch.float64)
-    own = torch.vmap(lambda vector: from_vector(vector, model.shapes))(random(4, model.size))
-    x = random(4, 1, 6, 6, seed=1)
-    outputs = classify(model, {}, own, {}, x)
-    for i in range(4):
-        module = model.module({leaf: value[i] for leaf, value in own.items()}, {})
-        torch.testing.assert_close(outputs[i], module(x[i : i + 1])[0].detach(), rtol=0, atol=1e-10)
-    if name != "testnets:Dropping":
-        trained = classify(model, {}, own, {}, x, fold(key(0), torch.arange(4)))
-        torch.testing.assert_close(trained, outputs, rtol=0, atol=1e-10)
-
-
-def test_dropout_is_drawn_for_each_sample() -> None:
-    model = Model(parse("testnets:Dropping", (1, 6, 6), 3), dtype=torch.float64)
-    common, x = model.init(0), torch.ones(3, 1, 6, 6, dtype=torch.float64)
-    own = {"out.bias": common["out.bias"].expand(3, 3)}
-    keys = torch.stack([key(0), key(1), key(0)])
-    first, second, third = classify(model, common, own, {}, x, keys)
-    assert torch.equal(first, third) and not torch.equal(first, second)
-
-
-def test_appending_to_the_input_of_a_dense_layer_is_a_bias_per_sample() -> None:
-    """hidden.0 on [x; e] with the weight [W, V]."""
-    model = Model(parse("mlp:hidden=5", (1, 6, 6), 3), dtype=torch.float64)
-    common, added, e = model.init(0), append_init(model, 4, 0, *DOUBLE), random(2, 4)
-    assert added["weight"].shape == (5, 4) and added["weight"].abs().max() <= 40**-0.5
-    x = random(2, 1, 6, 6, seed=1)
-    outputs = classify(model, common, append(model, common, added, e), {}, x)
-    wide = torch.cat([common["hidden.0.weight"], added["weight"]], 1)
-    units = torch.cat([x.flatten(1), e], 1) @ wide.T + common["hidden.0.bias"]
-    expected = units.relu() @ common["output.weight"].T + common["output.bias"]
-    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
-
-
-def test_appending_needs_a_bias() -> None:
-    model = Model(parse("tiny:Line", (4,), 2))
-    with pytest.raises(NeedsError) as caught:
-        append_init(model, 4, 0, *DOUBLE)
-    assert str(caught.value) == (
-        "Appending to the input needs a bias in the first layer; tiny:Line has no line.bias. Choose another --model."
-    )
-
-
-def test_batchnorm_is_refused_in_one_sentence() -> None:
-    needs = PerSampleNeeds(same_model=True)
-    fine = setup_of(small_federation(("lenet:kernels=2",)), ALGORITHM.config())
-    assert needs.violations(fine, "It") == []
-    normed = setup_of(small_federation(("testnets:Normed",)), ALGORITHM.config())
-    assert needs.violations(normed, "It") == [
-        "It gives every sample a network of its own, without batch statistics; testnets:Normed has BatchNorm. "
-        "Choose a --model without it."
-    ]
-    both = setup_of(small_federation(("testnets:Normed", "mlp:hidden=5")), ALGORITHM.config())
-    assert len(needs.violations(both, "It")) == 2

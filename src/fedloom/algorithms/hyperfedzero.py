@@ -29,7 +29,7 @@ statistics. Opt. 1 adds V e to the bias of the first layer, which for a dense la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -45,16 +45,15 @@ from fedloom.core.random import fold, normal, seed_of
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.core.vectors import from_vector
-from fedloom.hypernets.chunked import (
-    ChunkedLoom,
+from fedloom.hypernets.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
+from fedloom.hypernets.per_sample import (
     PerSampleNeeds,
     append,
     append_init,
     classify,
-    dense,
-    dense_init,
-    dense_size,
-    matched,
+    gradient_by_slices,
+    net,
+    slices,
 )
 from fedloom.models.spec import ModelSpec
 
@@ -155,10 +154,8 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
         loss = (share[part] * home.task.loss(outputs, batch.y[part])).sum()
         return (loss if part.start else loss + penalty(config, log_e, batch)), loss
 
-    grads, loss = tree_map(torch.zeros_like, carry.params), carry.loss
-    for part in slices(config, count):
-        more, (_, of_part) = torch.func.grad_and_value(objective, has_aux=True)(carry.params, part)
-        grads, loss = tree_map(torch.add, grads, more), loss + of_part
+    parts = slices(count, config.samples_at_once)
+    grads, loss = gradient_by_slices(objective, carry.params, parts, carry.loss)
     params, state = config.local_optimiser().update(carry.params, grads, carry.optimiser)
     return carry._replace(params=params, optimiser=state, loss=loss, steps=carry.steps + 1)
 
@@ -203,17 +200,6 @@ def answer(home: Home, params: Params, buffers: Tree, e: Tensor, x: Tensor, keys
     return classify(home.model, {}, woven, buffers, x, keys)
 
 
-def net(params: Params, name: str) -> dict[str, Tensor]:
-    """The parameters of one of the networks."""
-    return {leaf.removeprefix(f"{name}."): value for leaf, value in params.items() if leaf.startswith(f"{name}.")}
-
-
-def slices(config: Config, count: int) -> Iterator[slice]:
-    """A batch in parts of ``samples_at_once``."""
-    size = config.samples_at_once
-    return (slice(start, start + size) for start in range(0, count, size))
-
-
 def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     """Eq. 7 at z = 0."""
     params, config = deployed["params"], home.config
@@ -221,7 +207,9 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     first = (x == x[:1]).flatten(1).all(1)
     weight = torch.where(first, 1 / first.to(x.dtype).sum(), 1.0)
     e = controlled(config, embed(params, x).exp(), weight / weight.sum())
-    parts = [answer(home, params, deployed["buffers"], e[part], x[part]) for part in slices(config, len(x))]
+    parts = [
+        answer(home, params, deployed["buffers"], e[part], x[part]) for part in slices(len(x), config.samples_at_once)
+    ]
     return torch.cat(parts)
 
 

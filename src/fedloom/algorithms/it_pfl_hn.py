@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ from torch import Tensor
 from fedloom.algorithms import pfedhn
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batches, Cohort, Home, Model, Program, Sent, Setup
-from fedloom.core.optim import Optimiser
+from fedloom.core.contract import Algorithm, Ask, Cohort, Home, Model, Program, Sent, Setup
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import Training, delta, report
@@ -50,23 +49,17 @@ from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 from fedloom.hypernets import encoder
 from fedloom.hypernets.outer import outer_steps, rows_now
 from fedloom.hypernets.per_tensor import PerTensorConfig
-from fedloom.hypernets.weaving import pull_back, weave
+from fedloom.hypernets.weaving import one_by_one, pull_back, weave
 from fedloom.models.spec import ModelSpec
-from fedloom.privacy.gaussian import analytic_sigma, perturb
+from fedloom.privacy.descriptor import described_privately
+from fedloom.privacy.gaussian import analytic_sigma
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PerTensorConfig):
-    """IT-PFL-HN's options."""
+class Config(encoder.EncoderConfig, PerTensorConfig):
+    """IT-PFL-HN's options: those of the encoder, of pFedHN's loom, and when the one is frozen and the other tuned."""
 
-    preset: Literal["paper", "standardised"] = option(
-        "paper", "As written, or with a linear read-out, one encoder step a round and standardised descriptors (ours)."
-    )
     finetune_after: int = option(400, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
-    encoder_lr: float = option(0.0, "Rate of the encoder; 0: --local-lr, or 0.3 if standardised (ours).", low=0)
-    encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
-    descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
-    descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False
@@ -75,25 +68,6 @@ class Config(PerTensorConfig):
         super().__post_init__()
         if self.private:
             analytic_sigma(self.descriptor_epsilon, self.descriptor_delta)  # refuses what no noise can do
-
-    @property
-    def standardised(self) -> bool:
-        """Whether the preset is ours."""
-        return self.preset == "standardised"
-
-    @property
-    def private(self) -> bool:
-        """Whether descriptors have a known sensitivity, and newcomers add noise."""
-        return self.descriptor_epsilon > 0
-
-    def encoder_optimiser(self) -> Optimiser:
-        """The local optimiser with the encoder's rate."""
-        return replace(self.local_optimiser(), lr=self.encoder_lr or (0.3 if self.standardised else self.local_lr))
-
-    def encoder_batches(self) -> Batches:
-        """The training data that one ask trains the encoder on."""
-        steps = self.encoder_steps or int(self.standardised)
-        return Batches("train", self.batch_size, steps=steps) if steps else self.batches()
 
 
 class State(NamedTuple):
@@ -157,10 +131,8 @@ def finetune(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple
     clients, inputs = encode(setup, state, cohort.clients, ask)
     loom = pfedhn.loom_of(setup, pfedhn.whole)
     replies = ask(tune_program(setup.config), {}, weave(setup, loom, state.tuned, inputs, clients))
-    order = sorted(replies, key=lambda c: setup.rows([c]))
-    one_by_one = [PerClient([([c], replies.pick([c]))]) for c in order]
     tuned, tuning = state.tuned, state.tuning
-    for part in one_by_one if setup.config.server_step == "per_client" else [replies]:
+    for part in one_by_one(setup, replies) if setup.config.server_step == "per_client" else [replies]:
         grads, _ = pull_back(setup, loom, tuned, inputs, clients, part)
         tuned, tuning = setup.config.outer().update(tuned, grads, tuning)
     return state._replace(tuned=tuned, tuning=tuning), {"local_loss": mean_loss(replies), "finetuning": 1.0}
@@ -188,14 +160,7 @@ def encode(
 def describe_program(setup: Setup[Any], private: bool) -> Program:
     """How a client describes its data; ``private`` with noise."""
     plain = encoder.describe_program(encoder_of(setup), setup.config.batch_size)
-    return replace(plain, name="it_pfl_hn.describe_privately", final=private_final) if private else plain
-
-
-def private_final(home: Home, shared: Tree, carry: encoder.Described, memory: Tree) -> tuple[Tree, Tree]:
-    """Reply with the mean and noise. Lemma 7.1: its sensitivity is 2 L B / |D|, here with L = B = 1."""
-    epsilon, chance = home.config.descriptor_epsilon, home.config.descriptor_delta
-    clean, sensitivity = carry.total / carry.weight, 2 / carry.weight
-    return {"descriptor": perturb(clean, epsilon, chance, sensitivity, home.key)}, memory
+    return described_privately(plain) if private else plain
 
 
 def tune_program(config: Any) -> Program:

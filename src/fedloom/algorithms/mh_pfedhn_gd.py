@@ -32,21 +32,21 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import State, change_in, loom_of, place, places_of
+from fedloom.algorithms.mh_pfedhn import State, places_of
 from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Home, Needs, Program, Setup
 from fedloom.core.random import stream
-from fedloom.core.task import Task
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.core.vectors import from_vector, to_vector
-from fedloom.hypernets.multi_head import Place, pull_back
+from fedloom.hypernets.distillation import distilled
+from fedloom.hypernets.multi_head import Place, adam_step, pull_back
+from fedloom.hypernets.sparse import change_in
 from fedloom.models.model import Model
 from fedloom.models.spec import ModelSpec, parse
 from fedloom.privacy.laplace import with_laplace_noise
@@ -84,7 +84,8 @@ def init(setup: Setup[Config]) -> State:
 def global_place(setup: Setup[Any]) -> Place:
     """Eq. 5: vectors of its own, the head of clients with as many."""
     network = global_network(setup)
-    return place(setup, f"vectors.{GLOBAL}", network, network.size)
+    place: Place = setup.config.place(f"vectors.{GLOBAL}", network, network.size)
+    return place
 
 
 def global_network(setup: Setup[Any]) -> Model:
@@ -112,7 +113,8 @@ def global_model(setup: Setup[Any], state: State) -> tuple[Model, dict[str, Tens
 def weave_global(setup: Setup[Any], state: State) -> Tensor:
     """w_g = h(v_g; phi), cut to K_g."""
     with torch.no_grad():
-        return loom_of(setup)(state.pieces, [global_place(setup)])[0]
+        woven: Tensor = setup.config.loom()(state.pieces, [global_place(setup)])[0]
+    return woven
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
@@ -140,8 +142,8 @@ def deploying(setup: Setup[Any]) -> set[ClientId]:
 def learn_global(setup: Setup[Any], state: State, replies: PerClient) -> State:
     """One step on phi and v_g along the mean of the changes, weighted by m_i / M."""
     mean = PerClient([([GLOBAL], {"delta": weighted_mean(replies, "delta")[None]})])
-    grads = pull_back(loom_of(setup), state.pieces, {GLOBAL: global_place(setup)}, mean, change_in)
-    return mh_pfedhn.step(state, grads, setup.config.server_lr, setup.config.server_clip)
+    grads = pull_back(setup.config.loom(), state.pieces, {GLOBAL: global_place(setup)}, mean, change_in)
+    return State(*adam_step(*state, grads, setup.config.server_lr, setup.config.server_clip))
 
 
 @cache
@@ -220,18 +222,6 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
         answers = guest_of(home)(carry.teacher["params"], carry.teacher["buffers"], batch.x)
         home = replace(home, task=distilled(home.task, answers, home.config.distil_weight, home.config.temperature))
     return carry._replace(student=mh_pfedhn.client_step(home, shared, carry.student, batch))
-
-
-def distilled(task: Task, answers: Tensor, weight: float, temperature: float) -> Task:
-    """The task with the loss (1 - a) L + a T^2 KL(teacher || student), both softened by T."""
-    taught = F.log_softmax(answers / temperature, dim=-1)
-
-    def loss(outputs: Tensor, y: Tensor) -> Tensor:
-        learned = F.log_softmax(outputs / temperature, dim=-1)
-        divergence = (taught.exp() * (taught - learned)).sum(-1)  # (batch,)
-        return (1 - weight) * task.loss(outputs, y) + weight * temperature**2 * divergence
-
-    return replace(task, loss=loss)
 
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:

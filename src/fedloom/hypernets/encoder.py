@@ -13,27 +13,62 @@ averaged half would see no more of a client than the mean of its convolutions.
 A network gives one row per sample, a deep set one per batch: so ``Encoder`` is phi, holds psi's layers besides, and
 ``describe`` puts the two together and leaves padding out.
 
-Two client programs bring it: one trains it to give the client's embedding, one describes the client's data. Of the
-method's config they read ``encoder_optimiser()`` and ``private``.
+Two client programs bring it: one trains it to give the client's embedding, one describes the client's data.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.config import option
 from fedloom.core.contract import Batch, Batches, Home, Program
 from fedloom.core.contract import Model as AnyModel
+from fedloom.core.optim import Optimiser
+from fedloom.core.training import LocalConfig
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.models.model import Model
 from fedloom.models.spec import ModelSpec
 
 KERNELS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(LocalConfig):
+    """The options of an encoder: its form, its training, its privacy."""
+
+    preset: Literal["paper", "standardised"] = option(
+        "paper", "As written, or with a linear read-out, one encoder step a round and standardised descriptors (ours)."
+    )
+    encoder_lr: float = option(0.0, "Rate of the encoder; 0: --local-lr, or 0.3 if standardised (ours).", low=0)
+    encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
+    descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
+    descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
+
+    @property
+    def standardised(self) -> bool:
+        """Whether the preset is ours."""
+        return self.preset == "standardised"
+
+    @property
+    def private(self) -> bool:
+        """Whether descriptors have a known sensitivity, and newcomers add noise."""
+        return self.descriptor_epsilon > 0
+
+    def encoder_optimiser(self) -> Optimiser:
+        """The local optimiser with the encoder's rate."""
+        return replace(self.local_optimiser(), lr=self.encoder_lr or (0.3 if self.standardised else self.local_lr))
+
+    def encoder_batches(self) -> Batches:
+        """The training data that one ask trains the encoder on."""
+        steps = self.encoder_steps or int(self.standardised)
+        return Batches("train", self.batch_size, steps=steps) if steps else self.batches()
 
 
 class Encoder(nn.Module):

@@ -11,10 +11,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fedloom.core.config import flag
 from fedloom.core.contract import Model
 from fedloom.core.errors import ConfigError
+from fedloom.core.trees import Params
+from fedloom.core.vectors import from_vector
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,3 +67,31 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
                     f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
                     "which a client tells what is its own. Name other layers."
                 )
+
+
+def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str], seed: int) -> dict[str, Any]:
+    """What a client remembers of its layers: ``kept``, those that it has of its own, and which of them it ``moves``."""
+    memory: dict[str, Any] = {}
+    if keep_local:
+        kept = selected(model, *keep_local)
+        memory["kept"] = {name: value for name, value in model.init(seed).items() if name in kept}
+    if frozen:
+        some, drawn = selected(model, *frozen), selected(model, frozen[seed % len(frozen)])
+        own = model.init(seed)
+        memory["moves"] = {name: torch.full_like(own[name].sum(), float(name not in drawn)) for name in sorted(some)}
+    return memory
+
+
+def shaped(model: Model, keep_local: Sequence[str], vector: Tensor) -> dict[str, Tensor]:
+    """The woven parameters; which layers they are follows from their number."""
+    return from_vector(vector, next(s for s in rest(model, keep_local) if size_of(s) == len(vector)))
+
+
+def without_frozen(grads: Params, moves: Params) -> dict[str, Tensor]:
+    """Gradients of zero for layers that do not move."""
+    return {name: grad * moves[name] if name in moves else grad for name, grad in grads.items()}
+
+
+def put_back_frozen(after: Params, before: Params, moves: Params) -> dict[str, Tensor]:
+    """Layers that do not move as they were, whatever momentum or decay did."""
+    return {n: torch.where(moves[n] > 0, p, before[n]) if n in moves else p for n, p in after.items()}

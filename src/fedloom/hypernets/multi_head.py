@@ -14,19 +14,57 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.config import option
+from fedloom.core.contract import Model
+from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
-from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.core.training import LocalConfig
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, squared_norm
 
 Pieces = Mapping[str, Params]
 
 TRUNK = "trunk"
 EMBED_STD = 0.002  # of an embedding's initial values, in the authors' code
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiHeadConfig(LocalConfig):
+    """The options of every method with this loom: its size, its heads, and how the server steps."""
+
+    chunk: int = option(3072, "Parameters woven from one embedding vector, N (sec. 4.1; F.4: 1024 to 5120).", low=1)
+    embed_dim: int = option(64, "Size of an embedding vector (sec. 4.1; F.2 tries 16 to 256).", low=1)
+    hidden: int = option(128, "Width of the loom's trunk (the authors' code).", low=1)
+    layers: int = option(3, "Layers of the loom's trunk (F.3 tries 1 to 5).", low=1)
+    heads: Literal["by_count", "by_model", "per_client", "single", "none"] = option(
+        "by_count",
+        "Who shares a head: clients with as many vectors (the paper), with the same architecture too (D.8), or nobody; "
+        "single: one layer for all positions of all clients; none: the trunk alone (Table 3).",
+    )
+    extra_vectors: int = option(0, "Embedding vectors more than a model needs; their chunks are cut off (D.7).", low=0)
+    server_lr: float = option(2e-4, "Outer learning rate of Adam, alpha (sec. 4.1).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (the authors' code).", low=0)
+    server_step: Literal["per_client", "in_turn", "cohort_mean"] = option(
+        "per_client",
+        "All of a cohort are woven at once and each reply is a step; or one client after another, each woven after the "
+        "step before (the authors' code; the same for a cohort of one); or one step on the mean.",
+    )
+
+    def loom(self) -> MultiHeadLoom:
+        """The loom that the options describe."""
+        return MultiHeadLoom(self.chunk, self.embed_dim, self.hidden, self.layers, self.heads == "none")
+
+    def place(self, vectors: str, model: Model, size: int) -> Place:
+        """tau = ceil(K / N) vectors, and the head for that number."""
+        heads, tau = self.heads, self.loom().chunks(size) + self.extra_vectors
+        special = {"by_model": f"head.{tau}.{model.spec}", "per_client": f"head.{vectors}", "single": "head.all"}
+        head = "" if heads == "none" else special.get(heads, f"head.{tau}")
+        return Place(vectors, head, tau, 1 if heads == "single" else tau, size)
 
 
 class Place(NamedTuple):
@@ -150,3 +188,24 @@ def pull_back(
     for (piece, name), grad in zip(wanted, found):
         grads.setdefault(piece, {})[name] = grad
     return grads
+
+
+def adam_states(pieces: Pieces) -> dict[str, Tree]:
+    """Adam's state for each piece, before its first step."""
+    return {piece: Optimiser("adam").init(params) for piece, params in pieces.items()}
+
+
+def adam_step(
+    pieces: Pieces, states: Mapping[str, Tree], grads: Pieces, lr: float, clip: float
+) -> tuple[dict[str, Params], dict[str, Tree]]:
+    """One step of Adam on the pieces that have gradients, clipped together; the others rest."""
+    norm = squared_norm(grads).sqrt()
+    scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    stepped, moved = dict(pieces), dict(states)
+    for piece, grad in grads.items():
+        before = states[piece]
+        scaled = {name: value * scale for name, value in grad.items()}
+        stepped[piece], after = Optimiser("adam", lr).update(pieces[piece], scaled, before)
+        # a change of nothing is no step
+        moved[piece] = {**after, "count": torch.where(norm > 0, after["count"], before["count"])}
+    return stepped, moved

@@ -72,3 +72,8 @@ def pull_back(
 def _pick(table: Tensor, rows: list[int]) -> Tensor:
     """Rows of a table; the table itself where they are all of it in order, which a recorded graph can hold."""
     return table if rows == list(range(len(table))) else table[rows]
+
+
+def one_by_one(setup: Setup[Any], replies: PerClient) -> list[PerClient]:
+    """Each reply, in the roster's order: for one step of the server after another."""
+    return [PerClient([([c], replies.pick([c]))]) for c in sorted(replies, key=lambda c: setup.rows([c]))]
