@@ -15,14 +15,15 @@ from fedloom.clients.federation import Federation, federate
 from fedloom.clients.partition import Partition, partition
 from fedloom.clients.shift import apply_shift
 from fedloom.core.contract import Sent
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import ClientId
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.models.model import Model
-from fedloom.models.spec import import_path, parse
+from fedloom.models.spec import parse
+from fedloom.runs.machine import device_of, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
 
@@ -146,31 +147,11 @@ def set_precision(name: str) -> None:
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
 
 
-def device_of(name: str) -> torch.device:
-    """The device that ``name`` stands for, checked to be there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError):
-        here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
-        raise ConfigError(
-            f"--device {name} is not available; this machine has {here}. Leave it out for auto."
-        ) from None
-    return device
-
-
 def task_of(name: str, arrays: Arrays) -> Task:
     """The task that ``name`` stands for."""
-    known = {"classification": CLASSIFICATION, "regression": REGRESSION}
     if name == "auto":
         return CLASSIFICATION if arrays.num_classes else REGRESSION
-    if name not in known and ":" not in name:
-        raise unknown("task", name, ["auto", *known, "package.module:TASK"])
-    task = known[name] if name in known else import_path(name, "--task")
-    if not isinstance(task, Task):
-        raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")
+    task = task_named(name)
     if task is REGRESSION and arrays.num_classes:
         raise ConfigError(
             f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole federation on this machine: link, nodes and run, as separate processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from fedloom import algorithms
+from fedloom.core.config import build
+from fedloom.core.errors import ConfigError, RunError
+from fedloom.deploy.options import Settings, read
+from fedloom.deploy.processes import Processes, free_port, wait_for_port
+from fedloom.deploy.trial import Trial, deal, network
+from fedloom.progress import Display
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.machine import task_named
+
+LINK = "loopback"
+"""The link's name in Flower's config."""
+
+
+class App(NamedTuple):
+    """An app's folder, and what its pyproject says."""
+
+    folder: Path
+    settings: Settings
+    trial: Trial
+
+    @property
+    def local(self) -> Path:
+        """Where everything of a trial lies; no part of the app."""
+        return self.folder / "local"
+
+    @property
+    def out(self) -> Path:
+        """The run directory of a trial."""
+        return self.local / "run"
+
+
+def app_in(folder: Path) -> App:
+    """The app in a folder."""
+    file = folder / "pyproject.toml"
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        config, trial = table["tool"]["flwr"]["app"]["config"], table["tool"].get("fedloom", {})
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file} is not that of a fedloom app; make one with `fedloom deploy init`.") from error
+    return App(folder.absolute(), read(config), build(Trial, trial))
+
+
+class Federation:
+    """Link and nodes of an app on loopback. Enter it to start them; leaving it stops whatever runs."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.processes = Processes(app.local / "logs", app.local / "flower")
+        self.port = free_port()
+
+    def start_link(self) -> None:
+        """The link, and Flower's note of where it is."""
+        note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        (self.app.local / "flower" / "config.toml").write_text(note)
+        command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
+        self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
+        wait_for_port(self.port, self.processes, "link")
+
+    def start_node(self, client: str, config: Mapping[str, Any]) -> None:
+        """A node, with its own folder."""
+        folder = self.app.local / "nodes" / client
+        told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
+        words = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
+        command = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1"]
+        self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
+
+    def start_run(self, changes: Mapping[str, Any], name: str = "run") -> None:
+        """Submit the app; the process ends when the run does."""
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in changes.items())
+        self.processes.start(name, ["flwr", "run", str(self.app.folder), LINK, "--run-config", words, "--stream"])
+
+    @property
+    def out(self) -> RunDirectory:
+        """The run directory."""
+        return RunDirectory.open(self.app.out)
+
+
+@contextmanager
+def started(app: App, nodes: int, newcomers: int = 0) -> Iterator[Federation]:
+    """Link and nodes with the trial's data, running."""
+    files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
+    federation = Federation(app)
+    with federation.processes:
+        federation.start_link()
+        for number, client in enumerate(files):
+            told = {"model": network(app.trial, number, app.settings.deploy.shape)}
+            federation.start_node(client, told | ({"role": "newcomer"} if number >= nodes else {}))
+        yield federation
+
+
+def local(app: App, nodes: int, newcomers: int, shown: Display, resume: bool = False) -> RunDirectory:
+    """Run an app with so many nodes from beginning to end, and show its progress."""
+    if app.out.exists() and not resume:
+        raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
+    with started(app, nodes, newcomers) as federation:
+        federation.start_run({"out": str(app.out), "nodes": nodes, "resume": resume})
+        follow(federation, shown)
+    return RunDirectory.open(app.out)
+
+
+def follow(federation: Federation, shown: Display) -> None:
+    """Show a run that another process writes, until it ends."""
+    processes, path = federation.processes, federation.app.out
+    with shown as screen:
+        begun, told = False, 0
+        while True:
+            over = not processes.alive("run")
+            processes.check("link")
+            if (path / "environment.json").is_file():
+                directory = RunDirectory.open(path)
+                if not begun:
+                    begun, told = True, _begin(directory, screen)
+                for record in directory.records():
+                    if record["round"] > told:
+                        told = record["round"]
+                        screen.update(record)
+            if over:
+                break
+            time.sleep(0.5)
+        summary = RunDirectory.open(path).summary() if (path / "config.yaml").is_file() else None
+        if not (summary and summary["finished"]):
+            raise RunError(_reason(federation))
+        screen.end(RunDirectory.open(path))
+
+
+def _begin(directory: RunDirectory, screen: Display) -> int:
+    """Show the head of a run; the rounds that it has done already."""
+    config, noted = directory.config, directory.environment() or {}
+    models = {str(i): SimpleNamespace(spec=name) for i, name in enumerate(noted.get("models", ()))}
+    done = directory.checkpoints()[-1] if directory.checkpoints() else 0
+    task = task_named(config["task"] if config["task"] != "auto" else "classification")
+    screen.begin(
+        SimpleNamespace(
+            algorithm=algorithms.get(config["method"]),
+            options=SimpleNamespace(**config),
+            setup=SimpleNamespace(task=task, architectures=models),
+            federation=SimpleNamespace(unseen=()),
+            engine_reason="clients are other machines",
+            notes=(),
+            round=done,
+        )
+    )
+    return done
+
+
+def _reason(federation: Federation) -> str:
+    """Why a run did not finish, in its own words."""
+    log = federation.processes.log("run")
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line.partition("fedloom: ")[2] for line in lines if "fedloom: " in line]
+    return f"{told[-1]} The whole log: {log}." if told else f"The run did not finish; its log is {log}."
