@@ -79,10 +79,11 @@ class Federation:
         command = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1"]
         self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
 
-    def start_run(self, changes: Mapping[str, Any], name: str = "run") -> None:
-        """Submit the app; the process ends when the run does."""
+    def start_run(self, changes: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Submit the app, or the one in another folder; the process ends when the run does."""
         words = " ".join(f"{key}={json.dumps(value)}" for key, value in changes.items())
-        self.processes.start(name, ["flwr", "run", str(self.app.folder), LINK, "--run-config", words, "--stream"])
+        command = ["flwr", "run", str(folder or self.app.folder), LINK, "--run-config", words, "--stream"]
+        self.processes.start("run", command)
 
     @property
     def out(self) -> RunDirectory:

@@ -31,7 +31,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.machine import device_of, task_named
 from fedloom.runs.simulation import flat_config
-from fedloom.runs.trainer import Trainer, algorithm_of
+from fedloom.runs.trainer import Mark, Trainer, algorithm_of
 
 PAUSE = 2.0
 """Seconds between looks for nodes."""
@@ -92,6 +92,7 @@ def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
     which: Any = "last" if directory.best_round() is None else "best"
     deployment = reopened(grid, settings, directory, which)
     end = time.monotonic() + settings.deploy.wait
+    deployment.look()
     while not deployment.newcomers:
         if time.monotonic() > end:
             raise RoundError(
@@ -113,8 +114,7 @@ def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any
     told = [told_from(one) for one in kept["roster"]]
     lobby = lobby_of(grid, settings.deploy, kept["run"])
     lobby.told = {one.client: one for one in told}
-    fixed = replace(settings.run, cohort=directory.config["cohort"])
-    deployment = Deployment(settings._replace(run=fixed), lobby, told)
+    deployment = Deployment(settings, lobby, told)
     deployment.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
     deployment.saved()
     return deployment
@@ -173,13 +173,13 @@ class Deployment(Trainer):
             getattr(torch, options.dtype),
         )
         federation = federation_of(self.roster, *self._about)
-        clients = len(federation.participants)
+        clients, self._cohort = len(federation.participants), options.cohort or algorithm.cohort
         options = replace(
             options,
             dataset="clients",
             partition="clients",
             clients=clients,
-            cohort=min(options.cohort or algorithm.cohort, clients),
+            cohort=min(self._cohort, clients),
             engine=Flower.name,
             device=str(device),
             threads=torch.get_num_threads(),
@@ -190,6 +190,8 @@ class Deployment(Trainer):
         super().__init__(method, algorithm, options, config, federation, engine, "clients are other machines")
         self.engine: Flower = engine
         self._admitted: Sent | None = None
+        self._scores: dict[tuple[str, ClientId], Score] = {}
+        self._settled = -1
 
     @property
     def present(self) -> tuple[ClientId, ...]:
@@ -204,6 +206,7 @@ class Deployment(Trainer):
     def train_round(self) -> dict[str, Any]:
         """One round with those who are connected; done again where too few answer."""
         failures: list[str] = []
+        self._scores = {}
         while True:
             self._gather()
             before = dict(self.engine.memory)
@@ -219,9 +222,18 @@ class Deployment(Trainer):
             return {**record, "repeated": failures} if failures else record
 
     def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
-        """The scores of the participants that are connected."""
+        """The scores of the participants that are connected. Each is asked once a round."""
         wanted = self.setup.clients if clients is None else clients
-        return super().evaluate(split, [client for client in wanted if client in self.lobby.nodes])
+        missing = [c for c in wanted if c in self.lobby.nodes and (split, c) not in self._scores]
+        if missing:
+            self._scores |= {(split, c): score for c, score in super().evaluate(split, missing).items()}
+        return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
+
+    def settle(self) -> None:
+        """As ``Trainer.settle``, once a round."""
+        if self._settled != self.round:
+            super().settle()
+            self._settled = self.round
 
     def admit_unseen(self, newcomers: Sequence[ClientId]) -> Sent:
         """Admission; what was sent is kept for delivery."""
@@ -266,7 +278,7 @@ class Deployment(Trainer):
                 one = one._replace(role="newcomer")
             else:
                 self.state = state
-        self._enlist(one)
+        self._enlist([*self.roster, one])
 
     def _room_for(self, one: Told) -> Any:
         federation = federation_of([*self.roster, one], *self._about)
@@ -281,11 +293,23 @@ class Deployment(Trainer):
         state = grown(self.state._asdict(), fresh._asdict(), before, after)
         return None if state is None else self.algorithm.state(**state)
 
-    def _enlist(self, one: Told) -> None:
-        self.roster.append(one)
+    def mark(self) -> Mark:
+        """As ``Trainer.mark``, with the clients of this moment."""
+        self._marked = list(self.roster)
+        return super().mark()
+
+    def go_back(self, mark: Mark) -> None:
+        """As ``Trainer.go_back``, to the last mark: who came since then is to come again."""
+        super().go_back(mark)
+        self._enlist(self._marked)
+
+    def _enlist(self, roster: Sequence[Told]) -> None:
+        self.roster = list(roster)
         self.federation = federation_of(self.roster, *self._about)
         self.engine.enlist(self.federation)
         self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
+        clients = len(self.setup.clients)
+        self.options = replace(self.options, clients=clients, cohort=min(self._cohort, clients))
 
     def deliver(self) -> None:
         """Everybody who is connected gets what it is to use."""
