@@ -22,6 +22,7 @@ Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Clients that take 
 Newcomers = Annotated[
     int, typer.Option(min=0, metavar="N", help="Clients more, without labels, that get a model in the end.")
 ]
+Tls = Annotated[bool, typer.Option("--tls", help="With the keys in DIR/keys: encrypted, and nodes prove who they are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")]
 
@@ -29,7 +30,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print the run directory an
 def application() -> typer.Typer:
     """The commands."""
     app = typer.Typer(help=HELP, no_args_is_help=True)
-    for command in (init, local, resume):
+    for command in (init, local, resume, keys):
         app.command()(friendly(command))
     return app
 
@@ -64,6 +65,7 @@ def local(
     folder: AppPath,
     nodes: Nodes = 2,
     newcomers: Newcomers = 0,
+    tls: Tls = False,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,13 +73,14 @@ def local(
 
     Example: fedloom deploy local ward --nodes 4
     """
-    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=False)
+    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=False, tls=tls)
 
 
 def resume(
     folder: AppPath,
     nodes: Nodes = 2,
     newcomers: Newcomers = 0,
+    tls: Tls = False,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -85,10 +88,33 @@ def resume(
 
     Example: fedloom deploy resume ward --nodes 4
     """
-    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=True)
+    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=True, tls=tls)
 
 
-def _local(folder: Path, nodes: int, newcomers: int, progress: str, resume: bool) -> None:
+def keys(
+    folder: AppPath,
+    nodes: Annotated[
+        list[str] | None, typer.Option("--node", metavar="NAME", help="A client's name; may be repeated.")
+    ] = None,
+    count: Annotated[int, typer.Option("--nodes", min=0, metavar="N", help="N clients more, named 0, 1, ...")] = 0,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="The link's name or address; without it, loopback.")
+    ] = None,
+) -> None:
+    """Make the keys of a federation in DIR/keys: an authority, the link's certificate, a key pair for every node.
+
+    Example: fedloom deploy keys ward --nodes 4 --host link.example.org
+    """
+    _need_flower()
+    from fedloom.deploy.keys import make_keys
+
+    names = [*map(str, range(count)), *(nodes or ())]
+    if not names:
+        raise ConfigError("Say whose keys to make: give --nodes N, or --node NAME once or more.")
+    typer.echo(make_keys(folder / "keys", names, [*(host or ()), "127.0.0.1", "localhost"]))
+
+
+def _local(folder: Path, nodes: int, newcomers: int, progress: str, *, resume: bool, tls: bool) -> None:
     from fedloom import api
 
     _need_flower()
@@ -98,7 +124,7 @@ def _local(folder: Path, nodes: int, newcomers: int, progress: str, resume: bool
 
     app = app_in(folder)
     try:
-        directory = run_locally(app, nodes, newcomers, display(progress), resume=resume)
+        directory = run_locally(app, nodes, newcomers, display(progress), resume=resume, tls=tls)
     except KeyboardInterrupt:
         tell(f"stopped; go on with `fedloom deploy resume {folder} --nodes {nodes}`.")
         raise typer.Exit(INTERRUPTED) from None

@@ -58,30 +58,43 @@ def app_in(folder: Path) -> App:
 class Federation:
     """Link and nodes of an app on loopback. Enter it to start them; leaving it stops whatever runs."""
 
-    def __init__(self, app: App) -> None:
-        self.app = app
+    def __init__(self, app: App, keys: Path | None = None) -> None:
+        self.app, self.keys = app, keys
         self.processes = Processes(app.local / "logs", app.local / "flower")
         self.port = free_port()
 
     def start_link(self) -> None:
-        """The link, and Flower's note of where it is."""
-        note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes."""
+        keys, way = self.keys, ["--insecure"]
+        trust = "insecure = true"
+        if keys:
+            trust = f"root-certificates = {json.dumps(str(keys / 'ca.pem'))}"
+            way = ["--ssl-certfile", f"{keys}/server.pem", "--ssl-keyfile", f"{keys}/server.key"]
+            way += ["--ssl-ca-certfile", f"{keys}/ca.pem", "--enable-supernode-auth"]
+        note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
         (self.app.local / "flower" / "config.toml").write_text(note)
-        command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *way]
         self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
         wait_for_port(self.port, self.processes, "link")
+        for file in sorted((keys / "clients").glob("*.pub")) if keys else ():
+            self.processes.call(["flwr", "supernode", "register", str(file), LINK])
 
     def start_node(self, client: str, config: Mapping[str, Any]) -> None:
         """A node, with its own folder."""
         folder = self.app.local / "nodes" / client
         told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
-        command = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1"]
+        way = ["--insecure"]
+        if self.keys:
+            way = ["--root-certificates", f"{self.keys}/ca.pem"]
+            way += ["--auth-supernode-private-key", f"{self.keys}/nodes/{client}"]
+        command = ["flower-supernode", *way, "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1"]
         self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
 
     def start_run(self, changes: Mapping[str, Any], folder: Path | None = None) -> None:
         """Submit the app, or the one in another folder; the process ends when the run does."""
-        words = " ".join(f"{key}={json.dumps(value)}" for key, value in changes.items())
+        keys = {"node-keys": f"{self.keys}/clients"} if self.keys else {}
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in {**keys, **changes}.items())
         command = ["flwr", "run", str(folder or self.app.folder), LINK, "--run-config", words, "--stream"]
         self.processes.start("run", command)
 
@@ -92,10 +105,13 @@ class Federation:
 
 
 @contextmanager
-def started(app: App, nodes: int, newcomers: int = 0) -> Iterator[Federation]:
+def started(app: App, nodes: int, newcomers: int = 0, keys: Path | None = None) -> Iterator[Federation]:
     """Link and nodes with the trial's data, running."""
     files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
-    federation = Federation(app)
+    for client in files:
+        if keys and not (keys / "nodes" / client).is_file():
+            raise RunError(f"{keys} holds no key for node {client}; make keys for all: `fedloom deploy keys`.")
+    federation = Federation(app, keys)
     with federation.processes:
         federation.start_link()
         for number, client in enumerate(files):
@@ -104,11 +120,15 @@ def started(app: App, nodes: int, newcomers: int = 0) -> Iterator[Federation]:
         yield federation
 
 
-def local(app: App, nodes: int, newcomers: int, shown: Display, resume: bool = False) -> RunDirectory:
-    """Run an app with so many nodes from beginning to end, and show its progress."""
+def local(
+    app: App, nodes: int, newcomers: int, shown: Display, *, resume: bool = False, tls: bool = False
+) -> RunDirectory:
+    """Run an app with so many nodes from beginning to end, and show its progress; ``tls``: with the keys beside it."""
     if app.out.exists() and not resume:
         raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
-    with started(app, nodes, newcomers) as federation:
+    if resume:
+        RunDirectory.open(app.out)  # refuses what cannot be gone on with before anything is started
+    with started(app, nodes, newcomers, app.folder / "keys" if tls else None) as federation:
         federation.start_run({"out": str(app.out), "nodes": nodes, "resume": resume})
         follow(federation, shown)
     return RunDirectory.open(app.out)

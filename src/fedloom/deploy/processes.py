@@ -72,6 +72,14 @@ class Processes:
                 start_new_session=True,
             )
 
+    def call(self, command: Sequence[str]) -> None:
+        """Run a command to its end."""
+        done = subprocess.run(
+            [program(command[0]), *command[1:]], env=self.environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RunError(f"`{' '.join(command)}` failed: {' '.join((done.stdout + done.stderr).split())[-300:]}")
+
     def log(self, name: str) -> Path:
         """The file that a process writes to."""
         return self._logs / f"{name}.log"

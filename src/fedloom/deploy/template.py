@@ -34,6 +34,7 @@ packages = ["federation"]
 [tool.flwr.app]
 publisher = "fedloom"
 fab-format-version = 1
+fab-include = ["federation/**/*.py", "LICENSE"]
 flwr-version-target = "1.41.0"
 
 [tool.flwr.app.components]
@@ -105,7 +106,7 @@ def write_app(folder: Path, method: str, given: Mapping[str, Any], trial: Mappin
     for name, text in {
         "pyproject.toml": project.encode(),
         "LICENSE": LICENCE.encode(),
-        ".gitignore": b"local/\n",
+        ".gitignore": b"local/\nkeys/\n",
         "federation/__init__.py": b"",
         "federation/server.py": SERVER.encode(),
         "federation/client.py": CLIENT.encode(),
