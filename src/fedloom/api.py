@@ -352,6 +352,11 @@ def _rebuild(
     method = given.pop("method", None)
     if not isinstance(method, str):
         raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
+    if given.get("engine") == "flower":
+        raise RunError(
+            f"{directory.path} was run over a network: its clients have the data and their memories. Go on with "
+            "`fedloom deploy resume`, or with resume=true in the app's settings; clients have their models themselves."
+        )
     given |= {name: value for name, value in changes.items() if value is not None}
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +19,14 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
 
 import fedloom
+from fedloom import api
 from fedloom.core.errors import RunError
 from fedloom.core.trees import flatten
 from fedloom.deploy.keys import make_keys
 from fedloom.deploy.local import App, Federation, app_in, follow, local
-from fedloom.deploy.processes import Processes
+from fedloom.deploy.processes import Processes, free_port
+from fedloom.deploy.proxy import write_nginx_config
+from fedloom.deploy.ray import run_on_ray
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import about, deal
 from fedloom.progress import display
@@ -31,6 +35,7 @@ from fedloom.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 NODES, SHARED = 4, {"seed": 0, "threads": 1, "device": "cpu"}
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 MODELS = ("mlp:hidden=16", "mlp:hidden=24")
 QUICK = {"local_steps": 3, "batch_size": 16}
 
@@ -219,12 +224,16 @@ def test_with_keys_clients_are_who_their_keys_say_and_strangers_stay_out(tmp_pat
     federation = Federation(app, keys)
     with federation.processes as processes:
         federation.start_link()
-        address = ["--superlink", f"127.0.0.1:{federation.port}", "--host", "127.0.0.1"]
+        if NGINX:  # nodes reach the link through the proxy of the guide
+            federation.entry = free_port()
+            config = write_nginx_config(keys, federation.entry, federation.port)
+            processes.start("proxy", [NGINX, "-c", str(config), "-p", str(keys), "-g", "daemon off;"])
+        address = ["--superlink", f"127.0.0.1:{federation.entry}", "--host", "127.0.0.1"]
         node = ["flower-supernode", *address, "--port"]
         unregistered = ["--auth-supernode-private-key", f"{other}/nodes/stranger"]
-        processes.start("stranger", [*node, "19711", "--root-certificates", f"{keys}/ca.pem", *unregistered])
+        processes.start("stranger", [*node, str(free_port()), "--root-certificates", f"{keys}/ca.pem", *unregistered])
         wrong = ["--root-certificates", f"{other}/ca.pem", "--auth-supernode-private-key", f"{keys}/nodes/1"]
-        processes.start("fooled", [*node, "19712", *wrong, "--max-retries", "1"])
+        processes.start("fooled", [*node, str(free_port()), *wrong, "--max-retries", "1"])
         # client 1 says that it is client 0: its key says otherwise
         federation.start_node("0", {"model": MODELS[0]})
         federation.start_node("1", {"model": MODELS[1], "client": "0"})
@@ -243,6 +252,27 @@ def test_with_keys_clients_are_who_their_keys_say_and_strangers_stay_out(tmp_pat
     )  # fmt: skip
     a = flatten(RunDirectory.open(app.out).load("last").state)
     assert all(a[path].equal(leaf) for path, leaf in flatten(expected.directory.load("last").state).items())
+
+
+def test_clients_on_ray_equal_the_sequential_engine(tmp_path: Path) -> None:
+    options = {
+        **QUICK,
+        **SHARED,
+        "dataset": "digits",
+        "clients": 3,
+        "unseen": 1,
+        "model": ",".join(MODELS),
+        "rounds": 2,
+    }
+    options |= {"cohort": 2, "finetune_after": 1}
+    given = api.parse_options("it_pfl_hn", {**options, "engine": "flower-sim"})
+    directory = run_on_ray("it_pfl_hn", *given, tmp_path / "run", display("quiet"))
+    expected = fedloom.run("it_pfl_hn", engine="sequential", out=tmp_path / "expected", progress="quiet", **options)
+    a, b = (flatten(one.load("last").state) for one in (directory, expected.directory))
+    assert all(a[path].equal(b[path]) for path in b)
+    summary = directory.summary()
+    assert summary is not None and summary["last"] == expected.summary["last"]
+    assert summary["unseen"] == expected.summary["unseen"]
 
 
 MAIN = "from fedloom.cli.main import main; main()"

@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 from conftest import models_for, small_federation
 from engines.flower.nearby import Nearby, deployed, table_of
 from fedloom import algorithms, api
-from fedloom.core.errors import NeedsError, RoundError
+from fedloom.core.errors import NeedsError, RoundError, RunError
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
 from fedloom.deploy import server
@@ -240,3 +240,5 @@ def test_a_loaded_run_says_where_its_data_are(tmp_path: Path, monkeypatch: Any) 
     served("fedavg", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=5, rounds=1)
     run = api.load(tmp_path / "run")
     assert run.summary["rounds"] == 1
+    with pytest.raises(RunError, match="its clients have the data and their memories"):
+        run.evaluate()

@@ -103,21 +103,26 @@ def keys(
 ) -> None:
     """Make the keys of a federation in DIR/keys: an authority, the link's certificate, a key pair for every node.
 
+    Beside them lies nginx.conf, for a proxy that lets only nodes through to the link.
+
     Example: fedloom deploy keys ward --nodes 4 --host link.example.org
     """
-    _need_flower()
+    need_flower()
     from fedloom.deploy.keys import make_keys
+    from fedloom.deploy.proxy import write_nginx_config
 
     names = [*map(str, range(count)), *(nodes or ())]
     if not names:
         raise ConfigError("Say whose keys to make: give --nodes N, or --node NAME once or more.")
-    typer.echo(make_keys(folder / "keys", names, [*(host or ()), "127.0.0.1", "localhost"]))
+    made = make_keys(folder / "keys", names, [*(host or ()), "127.0.0.1", "localhost"])
+    write_nginx_config(made)
+    typer.echo(made)
 
 
 def _local(folder: Path, nodes: int, newcomers: int, progress: str, *, resume: bool, tls: bool) -> None:
     from fedloom import api
 
-    _need_flower()
+    need_flower()
     from fedloom.deploy.local import app_in
     from fedloom.deploy.local import local as run_locally
     from fedloom.progress import display
@@ -131,11 +136,12 @@ def _local(folder: Path, nodes: int, newcomers: int, progress: str, *, resume: b
     finished(api.load(directory.path), progress)
 
 
-def _need_flower() -> None:
+def need_flower() -> None:
+    """Refuse to go on without Flower."""
     import importlib.util
 
     if importlib.util.find_spec("flwr") is None:
-        raise NeedsError("Deployment needs Flower; install it: pip install 'fedloom[flower]'.")
+        raise NeedsError("This needs Flower; install it: pip install 'fedloom[flower]'.")
 
 
 def _pair(word: str) -> tuple[str, Any]:

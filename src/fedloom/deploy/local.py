@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,10 +58,11 @@ def app_in(folder: Path) -> App:
 class Federation:
     """Link and nodes of an app on loopback. Enter it to start them; leaving it stops whatever runs."""
 
-    def __init__(self, app: App, keys: Path | None = None) -> None:
-        self.app, self.keys = app, keys
+    def __init__(self, app: App, keys: Path | None = None, out: Path | None = None) -> None:
+        self.app, self.keys, self.out = app, keys, out or app.out
         self.processes = Processes(app.local / "logs", app.local / "flower")
-        self.port = free_port()
+        self.port = self.entry = free_port()
+        """Where the link listens; where nodes find it, which is elsewhere with a proxy in between."""
 
     def start_link(self) -> None:
         """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes."""
@@ -88,20 +89,15 @@ class Federation:
         if self.keys:
             way = ["--root-certificates", f"{self.keys}/ca.pem"]
             way += ["--auth-supernode-private-key", f"{self.keys}/nodes/{client}"]
-        command = ["flower-supernode", *way, "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1"]
+        command = ["flower-supernode", *way, "--superlink", f"127.0.0.1:{self.entry}", "--host", "127.0.0.1"]
         self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
 
-    def start_run(self, changes: Mapping[str, Any], folder: Path | None = None) -> None:
+    def start_run(self, changes: Mapping[str, Any], folder: Path | None = None, extra: Sequence[str] = ()) -> None:
         """Submit the app, or the one in another folder; the process ends when the run does."""
         keys = {"node-keys": f"{self.keys}/clients"} if self.keys else {}
         words = " ".join(f"{key}={json.dumps(value)}" for key, value in {**keys, **changes}.items())
         command = ["flwr", "run", str(folder or self.app.folder), LINK, "--run-config", words, "--stream"]
-        self.processes.start("run", command)
-
-    @property
-    def out(self) -> RunDirectory:
-        """The run directory."""
-        return RunDirectory.open(self.app.out)
+        self.processes.start("run", [*command, *extra])
 
 
 @contextmanager
@@ -136,7 +132,7 @@ def local(
 
 def follow(federation: Federation, shown: Display) -> None:
     """Show a run that another process writes, until it ends."""
-    processes, path = federation.processes, federation.app.out
+    processes, path = federation.processes, federation.out
     with shown as screen:
         begun, told = False, 0
         while True:

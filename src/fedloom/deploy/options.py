@@ -81,6 +81,6 @@ def read(table: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise unknown(f"setting of the app for {method}", name, known)
     settings = Settings(method, **found)
-    if not settings.deploy.num_outputs or not settings.deploy.shape:
+    if not settings.deploy.shape or not settings.deploy.num_outputs:
         raise ConfigError("num-outputs is 0; give the number of classes, or of target values.")
     return settings

@@ -71,7 +71,7 @@ class Simulation(Trainer):
             torch.set_num_threads(options.threads)
         set_precision(options.precision)
         self.partition = split(options, arrays)
-        federation = _federation(options, arrays, self.partition)
+        federation = federation_of(options, arrays, self.partition)
         participants = federation.participants
         cohort = min(options.cohort or algorithm.cohort, len(participants))
         name, reason = choose(options.engine, federation.device, federation.models.values(), cohort)
@@ -116,7 +116,8 @@ class Simulation(Trainer):
         return joined
 
 
-def _federation(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:
+def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:
+    """The clients of a simulation, with their data and models."""
     device, dtype = device_of(options.device), getattr(torch, options.dtype)
     task = task_of(options.task, arrays)
     outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
