@@ -230,9 +230,35 @@ def test_a_server_of_mh_pfedhn_knows_sizes_only(tmp_path: Path) -> None:
         deployed("mh_pfedhn_gd", small_federation(SMALL), tmp_path / "gd").train_round()
 
 
-def test_a_network_that_the_app_does_not_list_is_not_imported(tmp_path: Path) -> None:
-    with pytest.raises(NeedsError, match="Client 0 has the network testnets:Normed, which the app does not list"):
-        deployed("fedavg", small_federation(["testnets:Normed"]), tmp_path, networks="")
+@pytest.mark.parametrize(
+    ("model", "networks", "reason"),
+    [
+        ("testnets:Normed", "", "the network testnets:Normed, which the app does not list"),
+        ("mlp:hidden=5", "", None),
+    ],
+)
+def test_a_network_that_the_app_does_not_list_is_not_imported(
+    model: str, networks: str, reason: str | None, tmp_path: Path
+) -> None:
+    federation = small_federation([model])
+    lobby = Nearby(federation, table_of("fedavg", federation, networks=networks), tmp_path)
+    lobby.refresh()
+    assert all(reason in text for text in lobby.refused) if reason else not lobby.refused
+    assert len(lobby.nodes) == (0 if reason else 5)
+
+
+def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    lobby = Nearby(federation, table_of("fedavg", federation), tmp_path)
+    lobby.faults["3"] = lambda *_: "did not answer"
+    lobby.refresh()
+    assert sorted(lobby.nodes) == ["0", "1", "2", "4"] and "did not answer" in lobby.refused[0]
+    lobby.faults = {}
+    lobby.refresh()
+    assert "3" not in lobby.nodes
+    monkeypatch.setattr("fedloom.engines.flower.lobby.time.monotonic", lambda: 1e12)
+    lobby.refresh()
+    assert "3" in lobby.nodes
 
 
 def test_a_loaded_run_says_where_its_data_are(tmp_path: Path, monkeypatch: Any) -> None:

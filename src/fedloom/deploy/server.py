@@ -9,18 +9,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedloom import algorithms, api
+from fedloom.clients.federation import Federation
 from fedloom.core.contract import Sent
 from fedloom.core.errors import ConfigError, FedloomError, NeedsError, RoundError, RunError
+from fedloom.core.task import Task
 from fedloom.core.trees import ClientId
 from fedloom.deploy.keys import clients_by_key
-from fedloom.deploy.options import DeployOptions, Settings, read
+from fedloom.deploy.options import Settings, read
 from fedloom.deploy.roster import federation_of, grown, in_order
 from fedloom.engines.flower.codec import pack
 from fedloom.engines.flower.engine import VERSION, Flower, Rules
@@ -65,7 +67,7 @@ def serve(grid: Grid, settings: Settings, shown: Display) -> None:
 
 def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     """A new run, with the clients that are there when enough are."""
-    lobby = lobby_of(grid, settings.deploy, secrets.token_hex(8))
+    lobby = lobby_of(grid, settings, secrets.token_hex(8))
     wait_for(lobby, settings.deploy.nodes, settings.deploy.wait)
     told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
     deployment = Deployment(settings, lobby, told)
@@ -112,7 +114,7 @@ def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any
     if directory.config.get("method") != settings.method:
         raise ConfigError(f"{directory.path} is a run of {directory.config.get('method')}, not of {settings.method}.")
     told = [told_from(one) for one in kept["roster"]]
-    lobby = lobby_of(grid, settings.deploy, kept["run"])
+    lobby = lobby_of(grid, settings, kept["run"])
     lobby.told = {one.client: one for one in told}
     deployment = Deployment(settings, lobby, told)
     deployment.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
@@ -130,10 +132,38 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def lobby_of(grid: Grid, options: DeployOptions, run: str) -> Lobby:
+def lobby_of(grid: Grid, settings: Settings, run: str) -> Lobby:
     """The lobby of a run; with keys, clients are who their keys say."""
-    keys = clients_by_key(Path(options.node_keys)) if options.node_keys else None
-    return Lobby(grid, run, keys, options.timeout)
+    folder = settings.deploy.node_keys
+    return Lobby(grid, run, clients_by_key(Path(folder)) if folder else None, Known.of(settings).federation_of_one)
+
+
+class Known(NamedTuple):
+    """What the server knows of clients before they come."""
+
+    shape: tuple[int, ...]
+    outputs: int
+    networks: list[str]
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, settings: Settings) -> Known:
+        """From the app's table."""
+        options, deploy = settings.run, settings.deploy
+        task = task_named(options.task if options.task != "auto" else "classification")
+        networks = [name for name in deploy.networks.split(",") if name]
+        device, dtype = device_of(options.device), getattr(torch, options.dtype)
+        return cls(deploy.shape, deploy.num_outputs, networks, task, device, dtype)
+
+    def federation(self, roster: Sequence[Told]) -> Federation:
+        """A federation of those who told of themselves."""
+        return federation_of(roster, *self)
+
+    def federation_of_one(self, told: Told) -> Federation:
+        """Fails where a client cannot be served."""
+        return self.federation([told])
 
 
 def wait_for(lobby: Lobby, number: int, seconds: float) -> None:
@@ -163,16 +193,9 @@ class Deployment(Trainer):
         self.lobby, self.deploy, self.roster = lobby, deploy, list(told)
         if options.threads:
             torch.set_num_threads(options.threads)
-        algorithm, device = algorithm_of(method, options), device_of(options.device)
-        self._about = (
-            deploy.shape,
-            deploy.num_outputs,
-            [name for name in deploy.networks.split(",") if name],
-            task_named(options.task if options.task != "auto" else "classification"),
-            device,
-            getattr(torch, options.dtype),
-        )
-        federation = federation_of(self.roster, *self._about)
+        algorithm = algorithm_of(method, options)
+        self.known = Known.of(settings)
+        federation = self.known.federation(self.roster)
         clients, self._cohort = len(federation.participants), options.cohort or algorithm.cohort
         options = replace(
             options,
@@ -181,7 +204,7 @@ class Deployment(Trainer):
             clients=clients,
             cohort=min(self._cohort, clients),
             engine=Flower.name,
-            device=str(device),
+            device=str(self.known.device),
             threads=torch.get_num_threads(),
         )
         rules = Rules(deploy.timeout, deploy.quorum)
@@ -281,7 +304,7 @@ class Deployment(Trainer):
         self._enlist([*self.roster, one])
 
     def _room_for(self, one: Told) -> Any:
-        federation = federation_of([*self.roster, one], *self._about)
+        federation = self.known.federation([*self.roster, one])
         setup = replace(self.setup, clients=federation.participants, models=federation.models)
         try:
             fresh = self.algorithm.init(setup)
@@ -305,7 +328,7 @@ class Deployment(Trainer):
 
     def _enlist(self, roster: Sequence[Told]) -> None:
         self.roster = list(roster)
-        self.federation = federation_of(self.roster, *self._about)
+        self.federation = self.known.federation(self.roster)
         self.engine.enlist(self.federation)
         self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
         clients = len(self.setup.clients)

@@ -55,9 +55,9 @@ class Flower(AbstractEngine):
         """The versions in the last checkpoint, which clients must not forget."""
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
-        """As ``AbstractEngine.ask``; refuses an ask with fewer usable replies than the quorum."""
+        """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count."""
         replies = super().ask(program, shared, mine)
-        if len(replies) < self.rules.quorum * len(mine):
+        if isinstance(self._stage, int) and len(replies) < self.rules.quorum * len(mine):
             raise RoundError(
                 f"{len(replies)} of {len(mine)} clients gave a usable reply to {program.name}, fewer than the quorum "
                 f"of {self.rules.quorum:.0%}. The last checkpoint is intact: see to the clients, then resume."

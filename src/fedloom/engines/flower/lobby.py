@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from flwr.app import Message, RecordDict
@@ -24,6 +24,9 @@ from fedloom.engines.flower.codec import Malformed, facts_of, pack
 HELLO = "query.hello"
 POLL = 0.3
 """Seconds between looks for replies."""
+
+PATIENCE = 120.0
+"""Seconds to wait for a greeting, and until a node that was refused is greeted again."""
 
 LARGEST = 10**10
 """More parameters than any client's model has."""
@@ -46,26 +49,30 @@ class Told(NamedTuple):
 class Lobby:
     """The clients that are connected, by name, and the way to them."""
 
-    def __init__(self, grid: Grid, run: str, keys: Mapping[bytes, ClientId] | None, timeout: float = 120.0) -> None:
-        self.grid, self.run, self.timeout = grid, run, timeout
-        self._keys = keys
+    def __init__(
+        self, grid: Grid, run: str, keys: Mapping[bytes, ClientId] | None, check: Callable[[Told], object]
+    ) -> None:
+        self.grid, self.run = grid, run
+        self._keys, self._check = keys, check
         self.nodes: dict[ClientId, int] = {}
         self.told: dict[ClientId, Told] = {}
         self.refused: list[str] = []
         """Nodes that are no clients, and why."""
-        self._strangers: set[int] = set()
+        self._strangers: dict[int, float] = {}
+        """When to try nodes again that are no clients yet."""
 
     def refresh(self) -> None:
         """Say hello to nodes that are new; forget those that are gone."""
         infos = {info.node_id: info for info in self.grid.get_nodes()}
         self.nodes = {client: node for client, node in self.nodes.items() if node in infos}
-        fresh = [node for node in sorted(infos) if node not in {*self.nodes.values(), *self._strangers}]
+        known, now = set(self.nodes.values()), time.monotonic()
+        fresh = [node for node in sorted(infos) if node not in known and self._strangers.get(node, now) <= now]
         contents = {node: pack({"run": self.run}) for node in fresh}
-        for node, answer in self.send(HELLO, contents, self.timeout).items():
+        for node, answer in self.send(HELLO, contents, PATIENCE).items():
             try:
                 self._greet(node, self._name(infos[node]), answer)
             except Malformed as fault:
-                self._strangers.add(node)
+                self._strangers[node] = time.monotonic() + PATIENCE
                 self.refused.append(f"node {node} {fault}")
 
     def exchange(
@@ -111,9 +118,13 @@ class Lobby:
         known = self.told.get(told.client)
         if known is not None and name is None and known.mark != told.mark:
             raise Malformed(f"claims the name {told.client!r}, which another client has")
-        self.nodes[told.client] = node
         if known is None:
+            try:
+                self._check(told)
+            except Exception as error:
+                raise Malformed(f"has a model that cannot be used: {error}"[:300]) from error
             self.told[told.client] = told
+        self.nodes[told.client] = node
 
 
 def read_hello(facts: Mapping[str, Any], name: ClientId | None) -> Told:
