@@ -25,7 +25,7 @@ from fedloom.adaptation.calibration import Privacy
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build
 from fedloom.core.contract import predict_with_target
-from fedloom.core.errors import DataError, FedloomError
+from fedloom.core.errors import ConfigError, DataError, FedloomError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import encode
 from fedloom.deploy.options import Settings, read
@@ -201,7 +201,13 @@ def own_config(config: Any, node: NodeConfig) -> Any:
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}
     made = build(type(config), own)
-    return replace(config, **{name: getattr(made, name) for name in own})
+    changed = replace(config, **{name: getattr(made, name) for name in own})
+    if getattr(changed, "private", None) != getattr(config, "private", None):
+        raise ConfigError(
+            f"is to use other privacy than the federation ({', '.join(own)}): the encoder is made for one of the two. "
+            "Set it for all, then a node can set it lower."
+        )
+    return changed
 
 
 def _on(tree: Any, device: torch.device) -> Any:

@@ -242,7 +242,9 @@ class Deployment(Trainer):
                     raise
                 time.sleep(PAUSE)
                 continue
-            return {**record, "repeated": failures} if failures else record
+            refused, self.lobby.refused = self.lobby.refused, []
+            told = {"repeated": failures, "refused": refused}
+            return {**record, **{name: texts for name, texts in told.items() if texts}}
 
     def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
         """The scores of the participants that are connected. Each is asked once a round."""

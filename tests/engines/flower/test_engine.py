@@ -166,9 +166,10 @@ def test_a_name_that_is_taken_cannot_be_claimed(tmp_path: Path) -> None:
     ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path)
     ours.lobby.clients[999] = "1"
     ours.lobby.node_config["1"] = {"client": "1", "folder": str(tmp_path / "elsewhere")}
-    ours.look()
-    assert ours.lobby.refused == ["node 999 claims the name '1', which another client has"]
+    record = ours.train_round()
+    assert record["refused"] == ["node 999 claims the name '1', which another client has"]
     assert 999 not in ours.lobby.nodes.values()
+    assert "refused" not in ours.train_round()
 
 
 def test_noise_for_privacy_cannot_be_drawn_from_the_seed(tmp_path: Path) -> None:
