@@ -43,7 +43,6 @@ def server_app() -> ServerApp:
     """The app of the server."""
     app = ServerApp()
 
-    @app.main()
     def main(grid: Grid, context: Context) -> None:
         try:
             serve(grid, read(context.run_config), display("plain"))
@@ -51,6 +50,7 @@ def server_app() -> ServerApp:
             sys.stderr.write(f"fedloom: {error}\n")  # the one line that whoever reads the log is to find
             sys.exit(2)
 
+    app.main()(main)
     return app
 
 
