@@ -37,7 +37,7 @@ from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.runs.export import export
 from fedloom.runs.files import write_file
-from fedloom.runs.machine import device_of, task_named
+from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.trainer import algorithm_of
 
 NodeConfig = Mapping[str, Any]
@@ -92,6 +92,7 @@ class Participant:
         options = settings.run
         if options.threads:
             torch.set_num_threads(options.threads)
+        set_precision(options.precision)
         self.config = own_config(settings.config, node)
         self.plain, self.algorithm = algorithms.get(settings.method), algorithm_of(settings.method, options)
         self.store = Store(Path(str(node.get("folder", Path.home() / ".fedloom" / "node"))))
@@ -99,7 +100,9 @@ class Participant:
         device, dtype = device_of(str(node.get("device", "auto"))), getattr(torch, options.dtype)
         network = build_model(node)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
-        self.model = Model(parse(name, settings.deploy.shape, settings.deploy.num_outputs), device, dtype)
+        spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs)
+        narrow = torch.bfloat16 if options.precision == "bf16" else dtype
+        self.model = Model(spec, device, dtype, training_dtype=narrow)
         self.task = task_named(options.task if options.task != "auto" else "classification")
         self.federation = self._federation(load_data(node), device, dtype)
 

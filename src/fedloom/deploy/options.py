@@ -13,7 +13,7 @@ from fedloom.core.errors import ConfigError, unknown
 from fedloom.runs.options import RunOptions
 
 SHARED = (
-    "rounds", "cohort", "seed", "task", "dtype", "device", "threads", "adapt", "adapt_clip", "adapt_noise",
+    "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "adapt", "adapt_clip", "adapt_noise",
     "eval_every", "eval_clients", "keep", "tracker",
 )  # fmt: skip
 """Those of a run's options that have a meaning where every client brings its own data and model."""

@@ -31,7 +31,7 @@ from fedloom.metrics.evaluation import Score
 from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
-from fedloom.runs.machine import device_of, task_named
+from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.simulation import flat_config
 from fedloom.runs.trainer import Mark, Trainer, algorithm_of
 
@@ -193,6 +193,7 @@ class Deployment(Trainer):
         self.lobby, self.deploy, self.roster = lobby, deploy, list(told)
         if options.threads:
             torch.set_num_threads(options.threads)
+        set_precision(options.precision)
         algorithm = algorithm_of(method, options)
         self.known = Known.of(settings)
         federation = self.known.federation(self.roster)
@@ -260,7 +261,7 @@ class Deployment(Trainer):
             super().settle()
             self._settled = self.round
 
-    def admit_unseen(self, newcomers: Sequence[ClientId]) -> Sent:
+    def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
         """Admission; what was sent is kept for delivery."""
         self._admitted = self.admit(newcomers)
         return self._admitted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and tasks by the names that options give them."""
+"""Devices, arithmetic and tasks by the names that options give them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def device_of(name: str) -> torch.device:
             f"--device {name} is not available; this machine has {here}. Leave it out for auto."
         ) from None
     return device
+
+
+def set_precision(name: str) -> None:
+    """Whether a GPU may round the factors of float32 products to TF32, which torch allows for convolutions."""
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
 
 
 def task_named(name: str) -> Task:

@@ -23,7 +23,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.runs.machine import device_of, task_named
+from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
 
@@ -140,12 +140,6 @@ def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Fede
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
     return federate(x, arrays.y, parts, models, task, device, dtype, others)
-
-
-def set_precision(name: str) -> None:
-    """Whether a GPU may round the factors of float32 products to TF32, which torch allows for convolutions."""
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
 
 
 def task_of(name: str, arrays: Arrays) -> Task:
