@@ -19,7 +19,7 @@ SIMULATION = SimpleNamespace(
         task=SimpleNamespace(metric_name="accuracy"), architectures={"mlp": SimpleNamespace(spec="mlp:hidden=8x")}
     ),
     engine_reason="as asked",
-    partition=SimpleNamespace(notes=("class 3 is held by no participant",)),
+    notes=("class 3 is held by no participant",),
 )
 METRICS = {"deployed/participants/val/accuracy": 0.5, "deployed/participants/test/accuracy": 0.25}
 RECORDS = [

@@ -255,8 +255,8 @@ def test_an_interrupt_within_a_round_leaves_no_memory_of_half_a_round(
 
     def one_by_one(self: Simulation) -> dict[str, Any]:
         """Groups of one client each: every one is remembered before the next one begins."""
-        whole = type(self.engine)._groups
-        self.engine._groups = lambda mine: [[client] for group in whole(self.engine, mine) for client in group]
+        whole = type(self.engine).groups
+        self.engine.groups = lambda mine: [[client] for group in whole(self.engine, mine) for client in group]
         return ask(self)
 
     options = {**TINY, "engine": engine, "rounds": 5}

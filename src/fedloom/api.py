@@ -35,6 +35,7 @@ from fedloom.runs.files import to_json, write_file
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, flat_config
 from fedloom.runs.trackers import TRACKERS, tracker
+from fedloom.runs.trainer import Trainer
 
 SAVE_SECONDS = 60.0
 """A checkpoint is also written when this much time has passed since the last one."""
@@ -79,7 +80,8 @@ def run(
     directory = RunDirectory.create(Path(out) if out else new_path(method, resolved), resolved, need_bytes=need)
     with directory.lock():
         directory.write_environment(environment(shared.seed, _device_name(simulation)))
-        return _train(simulation, directory, shown)
+        train(simulation, directory, shown)
+        return Run(directory, None, simulation.arrays)
 
 
 def resume(
@@ -110,7 +112,8 @@ def resume(
         if directory.environment() is None:  # killed between writing the one and the other
             directory.write_environment(environment(simulation.options.seed, _device_name(simulation)))
         directory.rewind(simulation.round)
-        return _train(simulation, directory, shown)
+        train(simulation, directory, shown)
+        return Run(directory, None, simulation.arrays)
 
 
 def load(
@@ -349,6 +352,11 @@ def _rebuild(
     method = given.pop("method", None)
     if not isinstance(method, str):
         raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
+    if given.get("engine") == "flower":
+        raise RunError(
+            f"{directory.path} was run over a network: its clients have the data and their memories. Go on with "
+            "`fedloom deploy resume`, or with resume=true in the app's settings; clients have their models themselves."
+        )
     given |= {name: value for name, value in changes.items() if value is not None}
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
@@ -360,7 +368,7 @@ def _rebuild(
     return Simulation(method, shared, config, arrays)
 
 
-def _train(simulation: Simulation, directory: RunDirectory, shown: Display) -> Run:
+def train(simulation: Trainer, directory: RunDirectory, shown: Display) -> None:
     """Rounds, records and checkpoints until the end; what is on disk is always a run that can go on."""
     options, task = simulation.options, simulation.setup.task
     best, is_best = _best(directory), False
@@ -383,8 +391,8 @@ def _train(simulation: Simulation, directory: RunDirectory, shown: Display) -> R
                         best = {"round": simulation.round, **record["metrics"]}
                 directory.append(record)
                 done = simulation.mark(), is_best
-                if evaluated or time.monotonic() - saved > SAVE_SECONDS:
-                    directory.save(simulation.round, *simulation.trees(), {}, best=is_best, keep=options.keep)
+                if evaluated or simulation.saves_every_round or time.monotonic() - saved > SAVE_SECONDS:
+                    save(simulation, directory, best=is_best)
                     saved = time.monotonic()
                 if log is not None:
                     log.log(_numbers(record), simulation.round)
@@ -395,14 +403,20 @@ def _train(simulation: Simulation, directory: RunDirectory, shown: Display) -> R
             simulation.go_back(mark)
             directory.rewind(simulation.round)
             if simulation.round not in directory.checkpoints():
-                directory.save(simulation.round, *simulation.trees(), {}, best=is_best, keep=options.keep)
+                save(simulation, directory, best=is_best)
             directory.write_summary(_summary(simulation, directory, _best(directory), finished=False))
             raise
         if options.rounds == 0:
-            directory.save(0, *simulation.trees(), {}, best=False, keep=options.keep)
+            save(simulation, directory, best=False)
         directory.write_summary(_summary(simulation, directory, best, finished=True))
         screen.end(directory)
-    return Run(directory, None, simulation.arrays)
+
+
+def save(simulation: Trainer, directory: RunDirectory, best: bool) -> None:
+    """Write a checkpoint of this moment."""
+    state, memory = simulation.trees()
+    directory.save(simulation.round, state, memory, simulation.meta(), best=best, keep=simulation.options.keep)
+    simulation.saved()
 
 
 def _best(directory: RunDirectory) -> dict[str, Any] | None:
@@ -423,7 +437,7 @@ def _better(metrics: Mapping[str, float], task: Any, best: Mapping[str, Any] | N
 
 
 def _summary(
-    simulation: Simulation, directory: RunDirectory, best: Mapping[str, Any] | None, finished: bool
+    simulation: Trainer, directory: RunDirectory, best: Mapping[str, Any] | None, finished: bool
 ) -> dict[str, Any]:
     records, options = directory.records(), simulation.options
     summary: dict[str, Any] = {
@@ -436,7 +450,7 @@ def _summary(
         "engine_reason": simulation.engine_reason,
         "device": options.device,
         "metric": simulation.setup.task.metric_name,
-        "notes": list(simulation.partition.notes),
+        "notes": list(simulation.notes),
         "dropped": sum(len(r["dropped"]) for r in records),
         "seconds": sum(r["seconds"]["round"] for r in records),
         "evaluation_seconds": sum(r["seconds"].get("evaluation", 0.0) for r in records),

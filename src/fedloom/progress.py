@@ -148,7 +148,7 @@ def headline(simulation: Any) -> str:
         f"{options.clients} clients, {options.cohort} a round" + (f", {unseen} unseen" if unseen else ""),
         f"model {models}",
         f"{options.engine} engine on {options.device} ({simulation.engine_reason})",
-        *(f"note: {note}" for note in simulation.partition.notes),
+        *(f"note: {note}" for note in simulation.notes),
     ]
     return "; ".join(parts)
 

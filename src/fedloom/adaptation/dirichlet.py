@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy import special, stats
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError
@@ -38,6 +37,8 @@ class Estimate(NamedTuple):
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Credible interval of each share: equal tails of a Beta, and the mean where that lies outside of them."""
+        from scipy import stats  # a second to import, and no client needs it
+
         mean = self.shares.double().cpu().numpy()
         size = (self.alpha.sum() + self.evidence).double().cpu().numpy()
         tails = ((1 - level) / 2, (1 + level) / 2)
@@ -56,6 +57,8 @@ def fit_dirichlet(counts: np.ndarray, steps: int = 500, low: float = 1e-3, high:
 
     ``low`` keeps classes that no participant has possible; ``high`` stands for clients that are all alike.
     """
+    from scipy import special
+
     counts = np.asarray(counts, dtype=np.float64)
     total = counts.sum(1)
     alpha: np.ndarray = (counts.sum(0) + 1) / (counts.sum() + counts.shape[1])

@@ -241,4 +241,5 @@ ALGORITHM = Algorithm(
     client_deploy=client_deploy,
     admit=admit,
     cohort=1,  # Algorithm 1 in the authors' code: one client after another, a step each
+    told="size",
 )

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedloom
-from fedloom.cli import catalogue, data, new, run, runs
+from fedloom.cli import catalogue, data, deploy, new, run, runs
 from fedloom.cli.output import USER_ERROR, friendly, tell
 from fedloom.core.errors import FedloomError
 
@@ -64,6 +64,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     for command in commands:
         app.command()(friendly(command))
     app.add_typer(data.application(), name="data")
+    app.add_typer(deploy.application(), name="deploy")
     return app
 
 

@@ -145,7 +145,21 @@ def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | N
         # chosen here and not by api.run, so that Ctrl-C can say where the run is
         path = out / f"seed-{seed}" if out and seeds else out or api.new_path(method, resolved)
         with stoppable(path):
-            done.append(api.run(method, out=path, progress=progress, **resolved))
+            if shared.engine == "flower-sim":
+                done.append(_on_ray(method, resolved, path, progress))
+            else:
+                done.append(api.run(method, out=path, progress=progress, **resolved))
         finished(done[-1], progress)
     if seeds:
         comparison([run.path for run in done], progress)
+
+
+def _on_ray(method: str, options: dict[str, Any], out: Path, progress: str) -> Any:
+    from fedloom import api
+    from fedloom.cli.deploy import need_flower
+    from fedloom.progress import display
+
+    need_flower()
+    from fedloom.deploy.ray import run_on_ray
+
+    return api.load(run_on_ray(method, *api.parse_options(method, options), out, display(progress)).path)

@@ -60,7 +60,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -322,3 +322,5 @@ class Algorithm:
     cohort: int = 10
     """The paper's number of clients a round: the default of ``--cohort``."""
     needs: Needs = Needs()
+    told: Literal["spec", "size"] = "spec"
+    """What the server is told of a client's model: its architecture, or only its number of parameters."""

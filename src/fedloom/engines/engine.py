@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all in-process engines share: who is asked, their memory, which replies are usable, and the books.
+"""What all engines share: who is asked, their memory, which replies are usable, and the books.
 
 An engine runs a *group* of clients of one architecture; the rest is here.
 """
@@ -81,10 +81,13 @@ class AbstractEngine(abc.ABC):
         self._stage: int | str = 0
         self._asks = 0
 
-    def begin(self, stage: int | str) -> None:
-        """A round (or an evaluation, an admission) begins: its name is part of the name of every random stream."""
+    def begin(self, stage: int | str, asks: int = 0) -> None:
+        """A round (or an evaluation, an admission) begins: its name is part of the name of every random stream.
+
+        ``asks``: which ask of it this is, for a client that hears of one ask alone.
+        """
         self.books = Books()
-        self._stage, self._asks = stage, 0
+        self._stage, self._asks = stage, asks
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
@@ -98,9 +101,9 @@ class AbstractEngine(abc.ABC):
         self.books.asked += len(mine)
         self.books.bytes_down += num_bytes(shared) * len(mine) + sum(num_bytes(tree) for _, tree in mine.groups)
         usable: list[tuple[Sequence[ClientId], Tree]] = []
-        for group in self._groups(mine):
+        for group in self.groups(mine):
             for part in self._parts(program, group):
-                for outcome in self._attempt(program, part, shared, mine):
+                for outcome in self.attempt(program, part, shared, mine):
                     usable += self._accept(program, shared, mine, outcome)
         self.books.last_answer = time.perf_counter()
         self.books.asking += self.books.last_answer - start
@@ -148,7 +151,7 @@ class AbstractEngine(abc.ABC):
         """Streams are named by who, when and which ask, not by method: methods are compared on equal draws."""
         return (self.seed, self._stage, client, self._asks)
 
-    def _groups(self, mine: PerClient) -> list[list[ClientId]]:
+    def groups(self, mine: PerClient) -> list[list[ClientId]]:
         """Clients that can run as one stack, in the roster's order."""
         alike: dict[Any, list[ClientId]] = {}
         for number, (clients, _) in enumerate(mine.groups):
@@ -163,7 +166,7 @@ class AbstractEngine(abc.ABC):
         size = -(-len(group) // number)
         return [group[start : start + size] for start in range(0, len(group), size)]
 
-    def _attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
+    def attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
         """Run a group; if it is too large for memory run its halves, if it fails otherwise its clients one by one."""
         try:
             return [self.run_group(program, group, shared, mine)]
@@ -178,7 +181,7 @@ class AbstractEngine(abc.ABC):
         # outside of the handlers, so that the error no longer holds on to tensors
         if not parts:
             self.books.dropped.append(Dropped(group[0], program.name, reason))
-        return [outcome for part in parts for outcome in self._attempt(program, part, shared, mine)]
+        return [outcome for part in parts for outcome in self.attempt(program, part, shared, mine)]
 
     def _halves(self, program: Program, group: list[ClientId]) -> list[list[ClientId]]:
         """Both halves of a group that was too large, which is remembered; nothing of a single client."""

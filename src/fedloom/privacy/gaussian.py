@@ -17,8 +17,6 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError
@@ -30,6 +28,8 @@ def delta_of(epsilon: float, sigma: float, sensitivity: float = 1.0) -> float:
 
     Phi(Delta / 2 sigma - epsilon sigma / Delta) - e^epsilon Phi(-Delta / 2 sigma - epsilon sigma / Delta).
     """
+    from scipy.special import log_ndtr, ndtr  # slow to import, and few need it
+
     ratio = sigma / sensitivity
     lost, kept = 0.5 / ratio - epsilon * ratio, -0.5 / ratio - epsilon * ratio
     # in logarithms, as e^epsilon alone overflows
@@ -39,6 +39,7 @@ def delta_of(epsilon: float, sigma: float, sensitivity: float = 1.0) -> float:
 @cache
 def analytic_sigma(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:
     """The smallest sigma that is (epsilon, delta)-private: the root of ``delta_of``, which falls with sigma."""
+    from scipy.optimize import brentq
 
     def excess(log_ratio: float) -> float:
         return delta_of(epsilon, math.exp(log_ratio)) - delta

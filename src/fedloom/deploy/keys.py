@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a federation: a certificate authority, the link's certificate, and a key pair for every node::
+
+KEYS/
+  ca.key, ca.pem            the authority: ca.key signs, and stays where it was made; everybody gets ca.pem
+  server.key, server.pem    the link's
+  nodes/NAME                a node's private key, as OpenSSH writes it: to be carried to that node, and nowhere else
+  clients/NAME.pub          its public key: the server's list of who is who
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_public_key,
+)
+from cryptography.x509.oid import NameOID
+
+from fedloom.core.errors import ConfigError, RunError
+from fedloom.core.trees import ClientId
+from fedloom.runs.files import write_file
+
+DAYS = 365
+
+
+def make_keys(folder: Path, clients: Sequence[ClientId], hosts: Sequence[str]) -> Path:
+    """Make all keys of a federation whose link is reached under ``hosts``: names or addresses."""
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} holds keys already; remove it to make new ones, which all nodes then need.")
+    for part in ("nodes", "clients"):
+        (folder / part).mkdir(parents=True, mode=0o700)
+    authority, name = ec.generate_private_key(ec.SECP384R1()), _name("fedloom certificate authority")
+    root = _certificate(name, authority.public_key(), name, authority, x509.BasicConstraints(ca=True, path_length=0))
+    link = ec.generate_private_key(ec.SECP384R1())
+    names = x509.SubjectAlternativeName([_host(host) for host in hosts])
+    leaf = _certificate(_name(hosts[0]), link.public_key(), name, authority, names)
+    for stem, key, certificate in (("ca", authority, root), ("server", link, leaf)):
+        _write_private(folder / f"{stem}.key", key, PrivateFormat.PKCS8)
+        write_file(folder / f"{stem}.pem", certificate.public_bytes(Encoding.PEM))
+    for client in clients:
+        add_node(folder, client)
+    return folder
+
+
+def add_node(folder: Path, client: ClientId) -> None:
+    """A key pair for a node."""
+    if (folder / "nodes" / client).exists():
+        raise RunError(f"{folder / 'nodes' / client} is there already; remove it to make a new key.")
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_private(folder / "nodes" / client, key, PrivateFormat.OpenSSH)
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    write_file(folder / "clients" / f"{client}.pub", public + b"\n")
+
+
+def clients_by_key(folder: Path) -> dict[bytes, ClientId]:
+    """``{public key as the link gives it: client}`` from the files NAME.pub of a folder."""
+    files = sorted(folder.glob("*.pub"))
+    if not files:
+        raise ConfigError(f"{folder} holds no file NAME.pub; make keys with `fedloom deploy keys`.")
+    found: dict[bytes, ClientId] = {}
+    for file in files:
+        try:
+            key = load_ssh_public_key(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is no public key in the form of OpenSSH; make it anew.") from error
+        found[key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)] = file.stem
+    return found
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _host(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _certificate(
+    subject: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+) -> x509.Certificate:
+    now = datetime.datetime.now(datetime.UTC)
+    is_root = isinstance(extension, x509.BasicConstraints)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .add_extension(extension, critical=is_root)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+    )
+    if is_root:
+        usage = dict.fromkeys(
+            ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+        )
+        signs = x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False)
+        builder = builder.add_extension(signs, critical=True)
+    return builder.sign(key, hashes.SHA384())
+
+
+def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
+    path.touch(mode=0o600)
+    write_file(path, key.private_bytes(Encoding.PEM, form, NoEncryption()))
+    path.chmod(0o600)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole federation on this machine: link, nodes and run, as separate processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from fedloom import algorithms
+from fedloom.core.config import build
+from fedloom.core.errors import ConfigError, RunError
+from fedloom.deploy.options import Settings, read
+from fedloom.deploy.processes import Processes, free_port, wait_for_port
+from fedloom.deploy.trial import Trial, deal, network
+from fedloom.progress import Display
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.machine import task_named
+
+LINK = "loopback"
+"""The link's name in Flower's config."""
+
+
+class App(NamedTuple):
+    """An app's folder, and what its pyproject says."""
+
+    folder: Path
+    settings: Settings
+    trial: Trial
+
+    @property
+    def local(self) -> Path:
+        """Where everything of a trial lies; no part of the app."""
+        return self.folder / "local"
+
+    @property
+    def out(self) -> Path:
+        """The run directory of a trial."""
+        return self.local / "run"
+
+
+def app_in(folder: Path) -> App:
+    """The app in a folder."""
+    file = folder / "pyproject.toml"
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        config, trial = table["tool"]["flwr"]["app"]["config"], table["tool"].get("fedloom", {})
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file} is not that of a fedloom app; make one with `fedloom deploy init`.") from error
+    return App(folder.absolute(), read(config), build(Trial, trial))
+
+
+class Federation:
+    """Link and nodes of an app on loopback. Enter it to start them; leaving it stops whatever runs."""
+
+    def __init__(self, app: App, keys: Path | None = None, out: Path | None = None) -> None:
+        self.app, self.keys, self.out = app, keys, out or app.out
+        self.processes = Processes(app.local / "logs", app.local / "flower")
+        self.port = self.entry = free_port()
+        """Where the link listens; where nodes find it, which is elsewhere with a proxy in between."""
+
+    def start_link(self) -> None:
+        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes."""
+        keys, way = self.keys, ["--insecure"]
+        trust = "insecure = true"
+        if keys:
+            trust = f"root-certificates = {json.dumps(str(keys / 'ca.pem'))}"
+            way = ["--ssl-certfile", f"{keys}/server.pem", "--ssl-keyfile", f"{keys}/server.key"]
+            way += ["--ssl-ca-certfile", f"{keys}/ca.pem", "--enable-supernode-auth"]
+        note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
+        (self.app.local / "flower" / "config.toml").write_text(note)
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *way]
+        self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
+        wait_for_port(self.port, self.processes, "link")
+        for file in sorted((keys / "clients").glob("*.pub")) if keys else ():
+            self.processes.call(["flwr", "supernode", "register", str(file), LINK])
+
+    def start_node(self, client: str, config: Mapping[str, Any]) -> None:
+        """A node, with its own folder."""
+        folder = self.app.local / "nodes" / client
+        told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
+        words = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
+        way = ["--insecure"]
+        if self.keys:
+            way = ["--root-certificates", f"{self.keys}/ca.pem"]
+            way += ["--auth-supernode-private-key", f"{self.keys}/nodes/{client}"]
+        command = ["flower-supernode", *way, "--superlink", f"127.0.0.1:{self.entry}", "--host", "127.0.0.1"]
+        self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
+
+    def start_run(self, changes: Mapping[str, Any], folder: Path | None = None, extra: Sequence[str] = ()) -> None:
+        """Submit the app, or the one in another folder; the process ends when the run does."""
+        keys = {"node-keys": f"{self.keys}/clients"} if self.keys else {}
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in {**keys, **changes}.items())
+        command = ["flwr", "run", str(folder or self.app.folder), LINK, "--run-config", words, "--stream"]
+        self.processes.start("run", [*command, *extra])
+
+
+@contextmanager
+def started(app: App, nodes: int, newcomers: int = 0, keys: Path | None = None) -> Iterator[Federation]:
+    """Link and nodes with the trial's data, running."""
+    files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
+    for client in files:
+        if keys and not (keys / "nodes" / client).is_file():
+            raise RunError(f"{keys} holds no key for node {client}; make keys for all: `fedloom deploy keys`.")
+    federation = Federation(app, keys)
+    with federation.processes:
+        federation.start_link()
+        for number, client in enumerate(files):
+            told = {"model": network(app.trial, number, app.settings.deploy.shape)}
+            federation.start_node(client, told | ({"role": "newcomer"} if number >= nodes else {}))
+        yield federation
+
+
+def local(
+    app: App, nodes: int, newcomers: int, shown: Display, *, resume: bool = False, tls: bool = False
+) -> RunDirectory:
+    """Run an app with so many nodes from beginning to end, and show its progress; ``tls``: with the keys beside it."""
+    if app.out.exists() and not resume:
+        raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
+    if resume:
+        RunDirectory.open(app.out)  # refuses what cannot be gone on with before anything is started
+    with started(app, nodes, newcomers, app.folder / "keys" if tls else None) as federation:
+        federation.start_run({"out": str(app.out), "nodes": nodes, "resume": resume})
+        follow(federation, shown)
+    return RunDirectory.open(app.out)
+
+
+def follow(federation: Federation, shown: Display) -> None:
+    """Show a run that another process writes, until it ends."""
+    processes, path = federation.processes, federation.out
+    with shown as screen:
+        begun, told = False, 0
+        while True:
+            over = not processes.alive("run")
+            processes.check("link")
+            if (path / "environment.json").is_file():
+                directory = RunDirectory.open(path)
+                if not begun:
+                    begun, told = True, _begin(directory, screen)
+                for record in directory.records():
+                    if record["round"] > told:
+                        told = record["round"]
+                        screen.update(record)
+            if over:
+                break
+            time.sleep(0.5)
+        summary = RunDirectory.open(path).summary() if (path / "config.yaml").is_file() else None
+        if not (summary and summary["finished"]):
+            raise RunError(_reason(federation))
+        screen.end(RunDirectory.open(path))
+
+
+def _begin(directory: RunDirectory, screen: Display) -> int:
+    """Show the head of a run; the rounds that it has done already."""
+    config, noted = directory.config, directory.environment() or {}
+    models = {str(i): SimpleNamespace(spec=name) for i, name in enumerate(noted.get("models", ()))}
+    done = directory.checkpoints()[-1] if directory.checkpoints() else 0
+    task = task_named(config["task"] if config["task"] != "auto" else "classification")
+    screen.begin(
+        SimpleNamespace(
+            algorithm=algorithms.get(config["method"]),
+            options=SimpleNamespace(**config),
+            setup=SimpleNamespace(task=task, architectures=models),
+            federation=SimpleNamespace(unseen=()),
+            engine_reason="clients are other machines",
+            notes=(),
+            round=done,
+        )
+    )
+    return done
+
+
+def _reason(federation: Federation) -> str:
+    """Why a run did not finish, in its own words."""
+    log = federation.processes.log("run")
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line.partition("fedloom: ")[2] for line in lines if "fedloom: " in line]
+    return f"{told[-1]} The whole log: {log}." if told else f"The run did not finish; its log is {log}."

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a deployed federation, as a Flower app holds them: one flat table, text and numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from fedloom import algorithms
+from fedloom.core.config import build, check, option
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.runs.options import RunOptions
+
+SHARED = (
+    "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "adapt", "adapt_clip", "adapt_noise",
+    "eval_every", "eval_clients", "keep", "tracker",
+)  # fmt: skip
+"""Those of a run's options that have a meaning where every client brings its own data and model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployOptions:
+    """The federation's own settings."""
+
+    out: str = option("run", "The run directory, on the server's machine.")
+    resume: bool = option(False, "Go on with the run in that directory.")
+    admit: bool = option(False, "Do not train: admit the newcomers that are connected, with the run's best checkpoint.")
+    input_shape: str = option("", "The shape of a sample, e.g. 3x32x32.")
+    num_outputs: int = option(0, "The number of classes, or of target values.", low=0)
+    networks: str = option("", "Import paths of clients' own networks, separated by commas, e.g. client:Net.")
+    nodes: int = option(2, "Clients to wait for before round 1.", low=1)
+    wait: float = option(600.0, "Seconds to wait for clients that are missing.", low=0)
+    timeout: float = option(600.0, "Seconds to wait for replies in a round.", above=0)
+    quorum: float = option(
+        0.5, "Share of the clients asked that must answer; else the round is done again.", low=0, high=1
+    )
+    repeats: int = option(3, "How often a round without a quorum is done again before the run stops.", low=0)
+    node_keys: str = option("", "Folder with NAME.pub for every client; empty: nodes are not authenticated.")
+    deliver: bool = option(True, "At the end every client gets its model, in its own folder.")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample."""
+        sides = self.input_shape.split("x")
+        if not all(side.isdecimal() and int(side) for side in sides):
+            raise ConfigError(f"input-shape is {self.input_shape!r}; give the shape of a sample, e.g. 3x32x32.")
+        return tuple(map(int, sides))
+
+
+class Settings(NamedTuple):
+    """Everything that an app's table says."""
+
+    method: str
+    run: RunOptions
+    config: Any
+    deploy: DeployOptions
+
+
+def read(table: Mapping[str, Any]) -> Settings:
+    """The settings in an app's table, in which names have dashes."""
+    given = {name.replace("-", "_"): value for name, value in table.items()}
+    method = given.pop("method", None)
+    if not isinstance(method, str):
+        raise ConfigError('The app\'s config names no method; write e.g. method = "pfedhn".')
+    kinds = {
+        "run": (RunOptions, set(SHARED)),
+        "config": (algorithms.get(method).config, None),
+        "deploy": (DeployOptions, None),
+    }
+    found: dict[str, Any] = {}
+    known: set[str] = set()
+    for part, (kind, names) in kinds.items():
+        names = names or {field.name for field in fields(kind)}
+        known |= names
+        found[part] = build(kind, {name: value for name, value in given.items() if name in names and value != ""})
+    for name in given:
+        if name not in known:
+            raise unknown(f"setting of the app for {method}", name, known)
+    settings = Settings(method, **found)
+    if not settings.deploy.shape or not settings.deploy.num_outputs:
+        raise ConfigError("num-outputs is 0; give the number of classes, or of target values.")
+    return settings

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--engine flower-sim``: a simulated federation whose clients run on Ray, on this machine or a cluster, by Flower.
+
+The app is the one of a deployment, except that a client's data and model are those that a simulation would give it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedloom import algorithms
+from fedloom.clients.federation import Federation
+from fedloom.core.config import build
+from fedloom.data.registry import load
+from fedloom.deploy.client import answer
+from fedloom.deploy.local import LINK, App, follow
+from fedloom.deploy.local import Federation as Processes
+from fedloom.deploy.options import SHARED, read
+from fedloom.deploy.processes import wait_for_port
+from fedloom.deploy.template import write_app
+from fedloom.deploy.trial import Trial
+from fedloom.progress import Display
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.options import RunOptions
+from fedloom.runs.simulation import federation_of, resolve, split
+
+CLIENT = '''\
+"""Clients of a simulation."""
+
+from fedloom.deploy.ray import simulated_app
+
+app = simulated_app({options!r}, {folder!r})
+'''
+
+
+def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: Display) -> RunDirectory:
+    """Train ``method`` with clients on Ray; the run directory is ``out``."""
+    arrays = load(options.dataset, options.data_root)
+    options = resolve(options, arrays)
+    clients = split(options, arrays).clients
+    folder = Path(mkdtemp(prefix="fedloom-ray-"))
+    try:
+        app = _app(folder / "app", method, options, config, federation_of(options, arrays, split(options, arrays)))
+        given = {name: value for name, value in asdict(options).items() if name != "engine" and value is not None}
+        (app.folder / "federation" / "client.py").write_text(
+            CLIENT.format(options=given, folder=str(folder / "nodes")), encoding="utf-8"
+        )
+        _run(app, out, len(clients), sum(not one.unseen for one in clients), shown)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return RunDirectory.open(out)
+
+
+def _app(folder: Path, method: str, options: RunOptions, config: Any, federation: Federation) -> App:
+    model = next(iter(federation.models.values()))
+    about = {
+        "input_shape": "x".join(map(str, federation.x.shape[1:])),
+        "num_outputs": model.num_outputs,
+        "task": "classification" if federation.task.class_scores else "regression",
+        "networks": ",".join(name for name in _names(options) if ":" in name),
+        "quorum": 0.0,
+        "deliver": False,
+    }
+    shared = {name: getattr(options, name) for name in SHARED if getattr(options, name) is not None}
+    write_app(folder, method, {**shared, **asdict(config), **about}, {})
+    table = {"method": method, **{n.replace("_", "-"): v for n, v in {**shared, **asdict(config), **about}.items()}}
+    return App(folder, read(table), Trial())
+
+
+def _names(options: RunOptions) -> list[str]:
+    return [name.split("=")[0].rpartition(":")[0] if "=" in name else name for name in options.model.split(",")]
+
+
+def _run(app: App, out: Path, nodes: int, participants: int, shown: Display) -> None:
+    federation = Processes(app, out=out.absolute())
+    with federation.processes as processes:
+        note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{federation.port}"\ninsecure = true\n'
+        (app.local / "flower" / "config.toml").write_text(note)
+        command = ["flower-superlink", "--simulation", "--insecure", "--host", "127.0.0.1"]
+        processes.start("link", [*command, "--port", str(federation.port), "--disable-runtime-dependency-installation"])
+        wait_for_port(federation.port, processes, "link")
+        changes = {"out": str(out.absolute()), "nodes": participants}
+        federation.start_run(
+            changes, extra=["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
+        )
+        follow(federation, shown)
+
+
+def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
+    """The app of the clients of a simulation: node i is the i-th of its roster."""
+    app = ClientApp()
+
+    def respond(message: Message, context: Context) -> Message:
+        federation = _federation(tuple(sorted(options.items())))
+        one = list(federation.roster.values())[int(context.node_config["partition-id"])]
+        role = "newcomer" if one.unseen else "participant"
+        node = {"client": one.id, "folder": f"{folder}/{one.id}", "role": role, "device": str(federation.device)}
+        blind = one.unseen and not algorithms.get(str(context.run_config["method"])).admit_labels
+
+        def data(node: Any) -> Any:
+            parts = {split: (federation.x[rows], federation.y[rows]) for split, rows in one.rows.items()}
+            return {**parts, "train": (parts["train"][0], None)} if blind else parts
+
+        about: Any = SimpleNamespace(run_config=context.run_config, node_config=node)
+        kind, spec = message.metadata.message_type, str(one.model.spec)
+        return Message(answer(kind, message.content, about, data, lambda node: spec), reply_to=message)
+
+    app.query("hello")(respond)
+    app.query("deploy")(respond)
+    app.train()(respond)
+    return app
+
+
+@cache  # workers of Ray live on
+def _federation(items: tuple[tuple[str, Any], ...]) -> Federation:
+    options = build(RunOptions, dict(items))
+    arrays = load(options.dataset, options.data_root)
+    return federation_of(options, arrays, split(options, arrays))

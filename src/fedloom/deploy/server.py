@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's half of a Flower app: the same rounds, records and checkpoints as in a simulation, over a network."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedloom import algorithms, api
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Sent
+from fedloom.core.errors import ConfigError, FedloomError, NeedsError, RoundError, RunError
+from fedloom.core.task import Task
+from fedloom.core.trees import ClientId
+from fedloom.deploy.keys import clients_by_key
+from fedloom.deploy.options import Settings, read
+from fedloom.deploy.roster import federation_of, grown, in_order
+from fedloom.engines.flower.codec import pack
+from fedloom.engines.flower.engine import VERSION, Flower, Rules
+from fedloom.engines.flower.lobby import Lobby, Told
+from fedloom.metrics.evaluation import Score
+from fedloom.progress import Display, display
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.environment import environment
+from fedloom.runs.machine import device_of, set_precision, task_named
+from fedloom.runs.simulation import flat_config
+from fedloom.runs.trainer import Mark, Trainer, algorithm_of
+
+PAUSE = 2.0
+"""Seconds between looks for nodes."""
+
+
+def server_app() -> ServerApp:
+    """The app of the server."""
+    app = ServerApp()
+
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            serve(grid, read(context.run_config), display("plain"))
+        except FedloomError as error:
+            sys.stderr.write(f"fedloom: {error}\n")  # the one line that whoever reads the log is to find
+            sys.exit(2)
+
+    app.main()(main)
+    return app
+
+
+def serve(grid: Grid, settings: Settings, shown: Display) -> None:
+    """Train, go on with training, or admit newcomers, as the settings say."""
+    directory = Path(settings.deploy.out)
+    if settings.deploy.admit:
+        admit(grid, settings, RunDirectory.open(directory))
+    elif settings.deploy.resume:
+        resume(grid, settings, RunDirectory.open(directory), shown)
+    else:
+        start(grid, settings, directory, shown)
+
+
+def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
+    """A new run, with the clients that are there when enough are."""
+    lobby = lobby_of(grid, settings, secrets.token_hex(8))
+    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait)
+    told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
+    deployment = Deployment(settings, lobby, told)
+    resolved = flat_config(settings.method, deployment.options, settings.config)
+    directory = RunDirectory.create(out, resolved, need_bytes=4 * deployment.checkpoint_bytes())
+    with directory.lock():
+        _note(directory, deployment)
+        api.save(deployment, directory, best=False)  # so that a server that is killed now can go on, too
+        _run(deployment, directory, shown)
+
+
+def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Display) -> None:
+    """Go on from the last checkpoint with the clients that it names, as soon as enough of them are back."""
+    with directory.lock():
+        deployment = reopened(grid, settings, directory, "last")
+        directory.update_config(rounds=settings.run.rounds)
+        directory.rewind(deployment.round)
+        wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait)
+        _run(deployment, directory, shown)
+
+
+def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
+    """Give the newcomers that are connected their models, and change nothing else."""
+    which: Any = "last" if directory.best_round() is None else "best"
+    deployment = reopened(grid, settings, directory, which)
+    end = time.monotonic() + settings.deploy.wait
+    deployment.look()
+    while not deployment.newcomers:
+        if time.monotonic() > end:
+            raise RoundError(
+                f"No newcomer came within {settings.deploy.wait:g} seconds; start its node, then try again."
+            )
+        time.sleep(PAUSE)
+        deployment.look()
+    deployment.deliver_to_newcomers()
+
+
+def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any) -> Deployment:
+    """The deployment of a checkpoint, with its clients, connected or not."""
+    checkpoint = directory.load(which)
+    kept = checkpoint.meta.get("deployment")
+    if kept is None:
+        raise RunError(f"{directory.path} was not run over a network; use `fedloom resume {directory.path}`.")
+    if directory.config.get("method") != settings.method:
+        raise ConfigError(f"{directory.path} is a run of {directory.config.get('method')}, not of {settings.method}.")
+    told = [told_from(one) for one in kept["roster"]]
+    lobby = lobby_of(grid, settings, kept["run"])
+    lobby.told = {one.client: one for one in told}
+    deployment = Deployment(settings, lobby, told)
+    deployment.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
+    deployment.saved()
+    return deployment
+
+
+def told_from(kept: dict[str, Any]) -> Told:
+    """What a checkpoint kept of a client."""
+    model = kept["model"] and (kept["model"][0], _tuples(kept["model"][1]))
+    return Told(**{**kept, "splits": tuple(kept["splits"]), "model": model})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def lobby_of(grid: Grid, settings: Settings, run: str) -> Lobby:
+    """The lobby of a run; with keys, clients are who their keys say."""
+    folder = settings.deploy.node_keys
+    return Lobby(grid, run, clients_by_key(Path(folder)) if folder else None, Known.of(settings).federation_of_one)
+
+
+class Known(NamedTuple):
+    """What the server knows of clients before they come."""
+
+    shape: tuple[int, ...]
+    outputs: int
+    networks: list[str]
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, settings: Settings) -> Known:
+        """From the app's table."""
+        options, deploy = settings.run, settings.deploy
+        task = task_named(options.task if options.task != "auto" else "classification")
+        networks = [name for name in deploy.networks.split(",") if name]
+        device, dtype = device_of(options.device), getattr(torch, options.dtype)
+        return cls(deploy.shape, deploy.num_outputs, networks, task, device, dtype)
+
+    def federation(self, roster: Sequence[Told]) -> Federation:
+        """A federation of those who told of themselves."""
+        return federation_of(roster, *self)
+
+    def federation_of_one(self, told: Told) -> Federation:
+        """Fails where a client cannot be served."""
+        return self.federation([told])
+
+
+def wait_for(lobby: Lobby, number: int, seconds: float) -> None:
+    """Until so many participants are connected."""
+    end = time.monotonic() + seconds
+    while True:
+        lobby.refresh()
+        there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
+        if len(there) >= number:
+            return
+        if time.monotonic() > end:
+            refused = f" Refused: {'; '.join(lobby.refused[-3:])}." if lobby.refused else ""
+            raise RoundError(
+                f"{len(there)} clients are connected, and {number} are needed; waited {seconds:g} seconds.{refused} "
+                "Start more nodes, or set nodes lower."
+            )
+        time.sleep(PAUSE)
+
+
+class Deployment(Trainer):
+    """A federation of machines in training."""
+
+    saves_every_round = True
+
+    def __init__(self, settings: Settings, lobby: Lobby, told: Sequence[Told]) -> None:
+        method, options, config, deploy = settings
+        self.lobby, self.deploy, self.roster = lobby, deploy, list(told)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        set_precision(options.precision)
+        algorithm = algorithm_of(method, options)
+        self.known = Known.of(settings)
+        federation = self.known.federation(self.roster)
+        clients, self._cohort = len(federation.participants), options.cohort or algorithm.cohort
+        options = replace(
+            options,
+            dataset="clients",
+            partition="clients",
+            clients=clients,
+            cohort=min(self._cohort, clients),
+            engine=Flower.name,
+            device=str(self.known.device),
+            threads=torch.get_num_threads(),
+        )
+        rules = Rules(deploy.timeout, deploy.quorum)
+        plain = algorithms.get(method)
+        engine = Flower(federation, algorithm, config, options.seed, plain, lobby.run, lobby.exchange, rules)
+        super().__init__(method, algorithm, options, config, federation, engine, "clients are other machines")
+        self.engine: Flower = engine
+        self._admitted: Sent | None = None
+        self._scores: dict[tuple[str, ClientId], Score] = {}
+        self._settled = -1
+
+    @property
+    def present(self) -> tuple[ClientId, ...]:
+        """The participants that are connected."""
+        return tuple(client for client in self.setup.clients if client in self.lobby.nodes)
+
+    @property
+    def newcomers(self) -> tuple[ClientId, ...]:
+        """The newcomers that are connected."""
+        return tuple(client for client in self.federation.unseen if client in self.lobby.nodes)
+
+    def train_round(self) -> dict[str, Any]:
+        """One round with those who are connected; done again where too few answer."""
+        failures: list[str] = []
+        self._scores = {}
+        while True:
+            self._gather()
+            before = dict(self.engine.memory)
+            try:
+                record = super().train_round()
+            except RoundError as error:
+                self.engine.memory = before
+                failures.append(str(error))
+                if len(failures) > self.deploy.repeats:
+                    raise
+                time.sleep(PAUSE)
+                continue
+            refused, self.lobby.refused = self.lobby.refused, []
+            told = {"repeated": failures, "refused": refused}
+            return {**record, **{name: texts for name, texts in told.items() if texts}}
+
+    def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
+        """The scores of the participants that are connected. Each is asked once a round."""
+        wanted = self.setup.clients if clients is None else clients
+        missing = [c for c in wanted if c in self.lobby.nodes and (split, c) not in self._scores]
+        if missing:
+            self._scores |= {(split, c): score for c, score in super().evaluate(split, missing).items()}
+        return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
+
+    def settle(self) -> None:
+        """As ``Trainer.settle``, once a round."""
+        if self._settled != self.round:
+            super().settle()
+            self._settled = self.round
+
+    def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
+        """Admission; what was sent is kept for delivery."""
+        self._admitted = self.admit(newcomers)
+        return self._admitted
+
+    def meta(self) -> dict[str, Any]:
+        """Who the clients are: a server that goes on must not take them for new ones."""
+        return {"deployment": {"run": self.lobby.run, "roster": [one._asdict() for one in self.roster]}}
+
+    def saved(self) -> None:
+        """Clients must keep the memories that this checkpoint counts on."""
+        self.engine.saved = {client: int(tree[VERSION]) for client, tree in self.engine.memory.items()}
+
+    def _first_memory(self, model: Any) -> dict[str, torch.Tensor]:
+        return {VERSION: torch.zeros((), dtype=torch.int64)}
+
+    def look(self) -> None:
+        """See who is there, and take in who is new."""
+        self.lobby.refresh()
+        known = {one.client for one in self.roster}
+        for client in in_order([client for client in self.lobby.nodes if client not in known]):
+            self._take_in(self.lobby.told[client])
+
+    def _gather(self) -> None:
+        end = time.monotonic() + self.deploy.wait
+        self.look()
+        while len(self.present) < max(1, self.deploy.quorum * self.options.cohort):
+            if time.monotonic() > end:
+                raise RoundError(
+                    f"{len(self.present)} of {len(self.setup.clients)} clients are connected, too few for a round; "
+                    f"waited {self.deploy.wait:g} seconds. The last checkpoint is intact: start nodes, then resume."
+                )
+            time.sleep(PAUSE)
+            self.look()
+
+    def _take_in(self, one: Told) -> None:
+        """A client that came after the beginning: as a participant if the method has room, else as a newcomer."""
+        if one.role == "participant":
+            state = self._room_for(one)
+            if state is None:
+                one = one._replace(role="newcomer")
+            else:
+                self.state = state
+        self._enlist([*self.roster, one])
+
+    def _room_for(self, one: Told) -> Any:
+        federation = self.known.federation([*self.roster, one])
+        setup = replace(self.setup, clients=federation.participants, models=federation.models)
+        try:
+            fresh = self.algorithm.init(setup)
+        except NeedsError:
+            return None
+        if self.algorithm.needs.violations(setup, self.algorithm.name):
+            return None
+        before, after = len(self.setup.clients), len(setup.clients)
+        state = grown(self.state._asdict(), fresh._asdict(), before, after)
+        return None if state is None else self.algorithm.state(**state)
+
+    def mark(self) -> Mark:
+        """As ``Trainer.mark``, with the clients of this moment."""
+        self._marked = list(self.roster)
+        return super().mark()
+
+    def go_back(self, mark: Mark) -> None:
+        """As ``Trainer.go_back``, to the last mark: who came since then is to come again."""
+        super().go_back(mark)
+        self._enlist(self._marked)
+
+    def _enlist(self, roster: Sequence[Told]) -> None:
+        self.roster = list(roster)
+        self.federation = self.known.federation(self.roster)
+        self.engine.enlist(self.federation)
+        self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
+        clients = len(self.setup.clients)
+        self.options = replace(self.options, clients=clients, cohort=min(self._cohort, clients))
+
+    def deliver(self) -> None:
+        """Everybody who is connected gets what it is to use."""
+        if self.present:
+            self._deliver(self._personal(self.present))
+        self.deliver_to_newcomers()
+
+    def deliver_to_newcomers(self) -> None:
+        """The newcomers that are connected are admitted, and get their models."""
+        if self.newcomers and self.algorithm.admit is not None:
+            sent = self._admitted or self.admit(self.newcomers)
+            self._deliver(sent)
+
+    def _deliver(self, sent: Sent) -> None:
+        contents = {
+            client: pack(
+                {"run": self.lobby.run, "client": client, "from_version": int(self.engine.recall(client)[VERSION])},
+                shared=sent.shared,
+                mine=sent.mine[client],
+            )
+            for client in sent.mine
+        }
+        self.lobby.exchange("query.deploy", contents, self.deploy.timeout)
+
+
+def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
+    api.train(deployment, directory, shown)
+    if deployment.deploy.deliver:
+        deployment.deliver()
+
+
+def _note(directory: RunDirectory, deployment: Deployment) -> None:
+    found = environment(deployment.options.seed, deployment.options.device)
+    models = [str(model.spec) for model in deployment.setup.architectures.values()]
+    directory.write_environment({**found, "clients": list(deployment.setup.clients), "models": models})

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's own folder: its secret, and the versions of its memory that a server may still count on::
+
+    FOLDER/
+      secret                       made at the first start; who has it can take the noise off this client's answers
+      name                         the client's name, where none is given
+      RUN/memory-12.safetensors    what the client remembers
+      RUN/model/                   the model it was given in the end
+
+Files are written beside and then renamed: a node that is killed finds the one or the other whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+
+from fedloom.core.errors import RunError
+from fedloom.core.trees import Tree
+from fedloom.core.wire import decode, encode
+from fedloom.runs.files import sweep, write_file
+
+_RUN = re.compile(r"[\w-]{1,64}")
+
+
+class Store:
+    """The folder of one client."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder = folder
+        self.secret = self._kept("secret", 32)
+
+    @property
+    def name(self) -> str:
+        """A name of its own, for a node that was given none."""
+        return f"client-{self._kept('name', 6)}"
+
+    def mark(self, run: str) -> str:
+        """What only the holder of this folder can say, another for every run."""
+        return hashlib.sha256(f"{run}:{self.secret}".encode()).hexdigest()
+
+    def of_run(self, run: str) -> Path:
+        """The folder for a run."""
+        if not _RUN.fullmatch(run):
+            raise RunError(f"The run is called {run!r}, which is no name of a folder.")
+        return self.folder / run
+
+    def load(self, run: str, version: int) -> Tree | None:
+        """A version of the memory; None for version 0, before anything was remembered."""
+        if version == 0:
+            return None
+        file = self._file(run, version)
+        if not file.is_file():
+            raise RunError(
+                f"has no version {version} of its memory of this run any more. Bring its folder back, or let it come "
+                "under another name, as a new client."
+            )
+        return decode(file.read_bytes())
+
+    def save(self, run: str, version: int, memory: Tree, keep: set[int]) -> None:
+        """Write a version; all others but ``keep`` go."""
+        folder = self.of_run(run)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        sweep(folder)
+        write_file(self._file(run, version), encode(memory))
+        kept = {self._file(run, number) for number in {*keep, version}}
+        for file in folder.glob("memory-*.safetensors"):
+            if file not in kept:
+                file.unlink()
+
+    def _file(self, run: str, version: int) -> Path:
+        return self.of_run(run) / f"memory-{version}.safetensors"
+
+    def _kept(self, name: str, size: int) -> str:
+        file = self.folder / name
+        if not file.is_file():
+            write_file(file, secrets.token_hex(size).encode())
+            file.chmod(0o600)
+        return file.read_text()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Flower app for a method, ready to run; in ``federation/client.py`` a user fills two functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fedloom import __version__, algorithms
+from fedloom.core.config import build
+from fedloom.core.errors import ConfigError, RunError, unknown
+from fedloom.deploy.options import SHARED, DeployOptions
+from fedloom.runs.files import write_file
+from fedloom.runs.options import RunOptions
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "A federation for {title}, by fedloom."
+license = {{ file = "LICENSE" }}
+dependencies = ["fedloom[flower]=={version}", "flwr>=1.41,<1.43"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["federation"]
+
+[tool.flwr.app]
+publisher = "fedloom"
+fab-format-version = 1
+fab-include = ["federation/**/*.py", "LICENSE"]
+flwr-version-target = "1.41.0"
+
+[tool.flwr.app.components]
+serverapp = "federation.server:app"
+clientapp = "federation.client:app"
+
+# Server and clients read this table. Change it here, or for one run: flwr run . --run-config 'rounds=20'
+[tool.flwr.app.config]
+{config}
+# What `fedloom deploy local` gives its nodes, for a trial on one machine.
+[tool.fedloom]
+{trial}"""
+
+SERVER = '''\
+"""The server's half of the app. There is nothing to fill in."""
+
+from fedloom.deploy.server import server_app
+
+app = server_app()
+'''
+
+CLIENT = '''\
+"""The client's half of the app: fill in the two functions. Everything in them stays on the client's machine.
+
+`node` is what the node was started with: flower-supernode --node-config 'client="ward-3" data="/data/ward-3.npz"'
+"""
+
+from typing import Any
+
+import numpy as np
+
+from fedloom.deploy.client import client_app
+
+
+def load_data(node: Any) -> dict[str, tuple[Any, Any]]:
+    """My samples and labels: {"train": (x, y), "val": (x, y), "test": (x, y)}; x has the shape of input-shape."""
+    with np.load(node["data"]) as file:
+        return {split: (file[f"x_{split}"], file.get(f"y_{split}")) for split in ("train", "val", "test")}
+
+
+def build_model(node: Any) -> str:
+    """My network: a name that `fedloom models` lists, or a class of my own (add it to `networks`)."""
+    return str(node.get("model", "auto"))
+
+
+app = client_app(load_data, build_model)
+'''
+
+
+LICENCE = """\
+This app is yours; put its licence here. What it uses of fedloom and Flower is under the Apache License 2.0:
+https://www.apache.org/licenses/LICENSE-2.0
+"""
+
+
+def write_app(folder: Path, method: str, given: Mapping[str, Any], trial: Mapping[str, Any]) -> Path:
+    """Write an app for ``method`` into a new or empty folder, with ``given`` settings in place of the defaults."""
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty; give a new or empty folder.")
+    title = algorithms.get(method).name
+    project = PROJECT.format(
+        name=folder.resolve().name.lower().replace("_", "-"),
+        title=title,
+        version=__version__,
+        config="".join(_settings(method, given)),
+        trial="".join(f"{name} = {json.dumps(value)}\n" for name, value in trial.items()),
+    )
+    (folder / "federation").mkdir(parents=True)
+    for name, text in {
+        "pyproject.toml": project.encode(),
+        "LICENSE": LICENCE.encode(),
+        ".gitignore": b"local/\nkeys/\n",
+        "federation/__init__.py": b"",
+        "federation/server.py": SERVER.encode(),
+        "federation/client.py": CLIENT.encode(),
+    }.items():
+        write_file(folder / name, text)
+    return folder
+
+
+def _settings(method: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Every setting with what it means: those of the federation, of a run, of the method."""
+    own = algorithms.get(method).config
+    parts = [(DeployOptions, None), (RunOptions, SHARED), (own, None)]
+    known = {field.name for kind, names in parts for field in fields(kind) if names is None or field.name in names}
+    for name in given:
+        if name not in known:
+            raise unknown(f"setting of an app for {method}", name, known)
+    yield f'method = "{method}"\n'
+    for kind, names in parts:
+        wanted = [field for field in fields(kind) if names is None or field.name in names]
+        made: Any = build(kind, {field.name: given[field.name] for field in wanted if field.name in given})
+        for field in wanted:
+            yield f"# {field.metadata['help']}\n{field.name.replace('_', '-')} = {_value(getattr(made, field.name))}\n"
+
+
+def _value(value: Any) -> str:
+    """In TOML, and of the kinds that Flower passes on."""
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    if value is None:
+        value = ""
+    if not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"{value!r} cannot be a setting of an app; give text or a number.")
+    return json.dumps(value)

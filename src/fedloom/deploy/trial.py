@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data for a trial on one machine: a dataset dealt over nodes, a file each, as if each had brought its own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.clients.federation import SPLITS
+from fedloom.core.config import build, option
+from fedloom.data.registry import load
+from fedloom.runs.files import write_file
+from fedloom.runs.options import RunOptions
+from fedloom.runs.simulation import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What nodes get in a trial: the options of ``fedloom run`` that name data and networks."""
+
+    dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
+    partition: str = option("auto", "How samples are split over nodes: see `fedloom datasets`.")
+    model: str = option("auto", "A network, or several separated by commas: nodes take them in turn.")
+
+
+def about(dataset: str) -> dict[str, Any]:
+    """The settings of an app that follow from its data."""
+    arrays = load(dataset)
+    outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
+    task = "classification" if arrays.num_classes else "regression"
+    return {"input_shape": "x".join(map(str, arrays.x.shape[1:])), "num_outputs": outputs, "task": task}
+
+
+def network(trial: Trial, number: int, shape: tuple[int, ...]) -> str:
+    """The network of the node of that number."""
+    names = trial.model if trial.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+    return names.split(",")[number % len(names.split(","))]
+
+
+def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> dict[str, Path]:
+    """``{client: file}``, each with its own samples; newcomers' training samples have no labels."""
+    arrays = load(trial.dataset)
+    given: Mapping[str, Any] = {"clients": nodes, "unseen": newcomers, "seed": seed, "partition": trial.partition}
+    found = {}
+    for one in split(build(RunOptions, given), arrays).clients:
+        rows = {"train": one.train, "val": one.val, "test": one.test}
+        content = {f"x_{part}": arrays.x[rows[part]] for part in SPLITS}
+        labelled = SPLITS[1:] if one.unseen else SPLITS
+        content |= {f"y_{part}": arrays.y[rows[part]] for part in labelled}
+        data = io.BytesIO()
+        np.savez(data, **content)
+        found[one.id] = folder / one.id / "data.npz"
+        found[one.id].parent.mkdir(parents=True, exist_ok=True)
+        write_file(found[one.id], data.getvalue())
+    return found

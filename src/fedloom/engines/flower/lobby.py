@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is there: Flower's nodes, asked for their names, become clients; messages to clients go to their nodes.
+
+Flower's node numbers are random and change when a node restarts without a key. A client is its name. With
+authentication the name follows from the node's key, which the link has checked. Without, the node says it, and says
+the same *mark*, a digest of the secret in its folder, each time: a second node that claims a name that is taken is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedloom.core.trees import ClientId
+from fedloom.engines.flower.codec import Malformed, facts_of, pack
+
+HELLO = "query.hello"
+POLL = 0.3
+"""Seconds between looks for replies."""
+
+PATIENCE = 120.0
+"""Seconds to wait for a greeting, and until a node that was refused is greeted again."""
+
+LARGEST = 10**10
+"""More parameters than any client's model has."""
+
+
+class Told(NamedTuple):
+    """What a client tells of itself."""
+
+    client: ClientId
+    mark: str
+    role: Literal["participant", "newcomer"]
+    splits: tuple[str, ...]
+    """Which of train, val and test it has samples in."""
+    model: tuple[str, tuple[tuple[str, Any], ...]] | None
+    """Name and options of its network, where the method needs them."""
+    size: int
+    """The number of its parameters that a server weaves, where that is all it is told."""
+
+
+class Lobby:
+    """The clients that are connected, by name, and the way to them."""
+
+    def __init__(
+        self, grid: Grid, run: str, keys: Mapping[bytes, ClientId] | None, check: Callable[[Told], object]
+    ) -> None:
+        self.grid, self.run = grid, run
+        self._keys, self._check = keys, check
+        self.nodes: dict[ClientId, int] = {}
+        self.told: dict[ClientId, Told] = {}
+        self.refused: list[str] = []
+        """Nodes that are no clients, and why."""
+        self._strangers: dict[int, float] = {}
+        """When to try nodes again that are no clients yet."""
+
+    def refresh(self) -> None:
+        """Say hello to nodes that are new; forget those that are gone."""
+        infos = {info.node_id: info for info in self.grid.get_nodes()}
+        self.nodes = {client: node for client, node in self.nodes.items() if node in infos}
+        known, now = set(self.nodes.values()), time.monotonic()
+        fresh = [node for node in sorted(infos) if node not in known and self._strangers.get(node, now) <= now]
+        contents = {node: pack({"run": self.run}) for node in fresh}
+        for node, answer in self.send(HELLO, contents, PATIENCE).items():
+            try:
+                self._greet(node, self._name(infos[node]), answer)
+            except Malformed as fault:
+                self._strangers[node] = time.monotonic() + PATIENCE
+                self.refused.append(f"node {node} {fault}")
+
+    def exchange(
+        self, kind: str, contents: Mapping[ClientId, RecordDict], timeout: float
+    ) -> dict[ClientId, RecordDict | str]:
+        """Each client's reply, or why there is none."""
+        there = {self.nodes[client]: client for client in contents if client in self.nodes}
+        answers = self.send(kind, {node: contents[client] for node, client in there.items()}, timeout)
+        found: dict[ClientId, RecordDict | str] = dict.fromkeys(contents, "is not connected")
+        return found | {there[node]: answer for node, answer in answers.items()}
+
+    def send(self, kind: str, contents: Mapping[int, RecordDict], timeout: float) -> dict[int, RecordDict | str]:
+        """The same for nodes. Replies are told apart by the message they reply to: none is taken for another's."""
+        if not contents:
+            return {}
+        # a message that waited longer than its sender is not worth running
+        letters = [Message(c, dst_node_id=node, message_type=kind, ttl=timeout) for node, c in contents.items()]
+        ids = list(self.grid.push_messages(letters))
+        waiting = {message: node for message, node in zip(ids, contents) if message}
+        found: dict[int, RecordDict | str] = dict.fromkeys(contents, "could not be reached")
+        found |= dict.fromkeys(waiting.values(), f"did not answer within {timeout:g} seconds")
+        end = time.monotonic() + timeout
+        while waiting and time.monotonic() < end:
+            for reply in self.grid.pull_messages(list(waiting)):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    found[node] = f"failed: {reply.error.reason}"[:300] if reply.has_error() else reply.content
+            time.sleep(POLL if waiting else 0)
+        return found
+
+    def _name(self, info: Any) -> ClientId | None:
+        if self._keys is None:
+            return None
+        name = self._keys.get(bytes(info.public_key))
+        if name is None:
+            raise Malformed("has a key that is not among the keys of this federation's clients")
+        return name
+
+    def _greet(self, node: int, name: ClientId | None, answer: RecordDict | str) -> None:
+        if isinstance(answer, str):
+            raise Malformed(answer)
+        told = read_hello(facts_of(answer), name)
+        known = self.told.get(told.client)
+        if known is not None and name is None and known.mark != told.mark:
+            raise Malformed(f"claims the name {told.client!r}, which another client has")
+        if known is None:
+            try:
+                self._check(told)
+            except Exception as error:
+                raise Malformed(f"has a model that cannot be used: {error}"[:300]) from error
+            self.told[told.client] = told
+        self.nodes[told.client] = node
+
+
+def read_hello(facts: Mapping[str, Any], name: ClientId | None) -> Told:
+    """A client's own words, checked; ``name`` is who it is, where that is known better."""
+    if "error" in facts:
+        raise Malformed(str(facts["error"])[:300])
+    client = name or facts.get("client")
+    if not isinstance(client, str) or not re.fullmatch(r"[\w.-]{1,64}", client):
+        raise Malformed(f"calls itself {client!r}; a name has 1 to 64 letters, digits, dots and dashes"[:300])
+    if facts.get("role") not in ("participant", "newcomer"):
+        raise Malformed(f"comes as {facts.get('role')!r}; expected a participant or a newcomer"[:300])
+    size = facts.get("size", 0)
+    if not isinstance(size, int) or not 0 <= size <= LARGEST:
+        raise Malformed(f"has a model of {size!r} parameters"[:300])
+    try:
+        model = _model(json.loads(facts["model"])) if "model" in facts else None
+        splits = tuple(str(facts["splits"]).split())
+        return Told(client, str(facts["mark"]), facts["role"], splits, model, size)
+    except (KeyError, ValueError, TypeError):
+        raise Malformed("sent a greeting that cannot be read") from None
+
+
+def _model(told: list[Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    name, options = told
+    return str(name), tuple((str(key), tuple(v) if isinstance(v, list) else v) for key, v in options)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices, arithmetic and tasks by the names that options give them."""
+
+from __future__ import annotations
+
+import torch
+
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.models.spec import import_path
+
+
+def device_of(name: str) -> torch.device:
+    """The device that ``name`` stands for, checked to be there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError):
+        here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
+        raise ConfigError(
+            f"--device {name} is not available; this machine has {here}. Leave it out for auto."
+        ) from None
+    return device
+
+
+def set_precision(name: str) -> None:
+    """Whether a GPU may round the factors of float32 products to TF32, which torch allows for convolutions."""
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+
+
+def task_named(name: str) -> Task:
+    """The task of that name or import path."""
+    known = {"classification": CLASSIFICATION, "regression": REGRESSION}
+    if name not in known and ":" not in name:
+        raise unknown("task", name, ["auto", *known, "package.module:TASK"])
+    task = known[name] if name in known else import_path(name, "--task")
+    if not isinstance(task, Task):
+        raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")
+    return task

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in training: round by round, evaluated, admitting newcomers, brought back from a checkpoint.
+
+It knows clients only through the engine's ``ask``: the same for clients in this process and on other machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fedloom import algorithms
+from fedloom.adaptation.calibration import Privacy
+from fedloom.adaptation.prior import with_prior
+from fedloom.clients.federation import Federation
+from fedloom.core import contract
+from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
+from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.random import stream
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
+from fedloom.engines.engine import AbstractEngine
+from fedloom.metrics.evaluation import Score, evaluate, with_network
+from fedloom.metrics.summary import summarise
+from fedloom.metrics.unseen import evaluate_handed_on
+from fedloom.runs.options import RunOptions
+
+
+def algorithm_of(method: str, options: RunOptions) -> Algorithm:
+    """The method, adapted as the options say."""
+    plain = algorithms.get(method)
+    return with_prior(plain, Privacy(options.adapt_clip, options.adapt_noise)) if options.adapt == "prior" else plain
+
+
+class Mark(NamedTuple):
+    """A run at a moment: all that changes."""
+
+    round: int
+    state: Any
+    memory: Mapping[ClientId, Tree]
+
+
+class Trainer:
+    """Everything of a run that lives in memory. ``state`` and the engine's memory are all that changes."""
+
+    saves_every_round = False
+    """A checkpoint after every round, not only when there is an evaluation."""
+
+    def __init__(
+        self,
+        method: str,
+        algorithm: Algorithm,
+        options: RunOptions,
+        config: Any,
+        federation: Federation,
+        engine: AbstractEngine,
+        engine_reason: str,
+    ) -> None:
+        self.method, self.algorithm, self.options, self.config = method, algorithm, options, config
+        self.base = algorithms.get(method)
+        self.federation, self.engine, self.engine_reason = federation, engine, engine_reason
+        self.notes: Sequence[str] = ()
+        self.setup: Setup[Any] = Setup(
+            config,
+            federation.participants,
+            federation.models,
+            federation.task,
+            options.seed,
+            federation.device,
+            federation.dtype,
+        )
+        violations = algorithm.needs.violations(self.setup, algorithm.name)
+        if violations:
+            raise NeedsError(" ".join(violations))
+        self.state = algorithm.init(self.setup)
+        self.round = 0
+        self._memories: dict[Any, dict[str, torch.Tensor]] = {}
+
+    @property
+    def present(self) -> tuple[ClientId, ...]:
+        """The participants that can be asked now."""
+        return self.setup.clients
+
+    @property
+    def eval_every(self) -> int:
+        """Rounds between evaluations."""
+        return self.options.eval_every or max(1, self.options.rounds // 20)
+
+    def train_round(self) -> dict[str, Any]:
+        """One round; its record. The state is as it was if the round fails."""
+        number = self.round + 1
+        draw = stream(self.options.seed, number, "cohort")
+        present = self.present
+        rows = np.sort(draw.choice(len(present), min(self.options.cohort, len(present)), replace=False))
+        cohort = Cohort(number, tuple(present[row] for row in rows))
+        self.engine.begin(number)
+        self.engine.rounds_left = self.options.rounds - self.round
+        noted = len(self.engine.notes)
+        start = time.perf_counter()
+        state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
+        self.state, self.round = state, number
+        end, books = time.perf_counter(), self.engine.books
+        return {
+            "round": number,
+            "clients": len(cohort.clients),
+            "dropped": [d._asdict() for d in books.dropped],
+            "notes": self.engine.notes[noted:],
+            "bytes": {"down": books.bytes_down, "up": books.bytes_up},
+            "seconds": {
+                "round": end - start,
+                "generate": books.first_ask - start,
+                "local_training": books.asking,
+                "server_step": end - books.last_answer,
+            },
+            "diagnostics": dict(diagnostics),
+        }
+
+    def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
+        """The scores of participants on a split of their own data."""
+        chosen = self.federation.having(split, self.setup.clients if clients is None else clients)
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(
+            self.algorithm,
+            self._personal,
+            chosen,
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+
+    def global_model(self) -> tuple[contract.Model, Params]:
+        """The network that the method has besides its clients' own."""
+        if self.base.global_model is None:
+            raise NeedsError(
+                f"{self.base.name} has no global model apart from what its clients deploy. Leave it out; "
+                "a method that has one is mh_pfedhn_gd."
+            )
+        state = self.state if self.algorithm is self.base else self.base.state(**self.state.base)
+        return self.base.global_model(self.setup, state)
+
+    def evaluate_global(self, split: str) -> dict[ClientId, Score]:
+        """The scores of the global model on a split of every participant's own data."""
+        network, params = self.global_model()
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(
+            with_network(self.base, network),
+            lambda clients: Sent({"params": params}, PerClient.empty(clients)),
+            self.federation.having(split, self.setup.clients),
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+
+    def settle(self) -> None:
+        """Bring the state into the form in which it is evaluated and deployed."""
+        if self.algorithm.settle:
+            self.engine.begin(f"settling after round {self.round}")
+            self.state = self.algorithm.settle(self.setup, self.state, self.engine.ask)
+
+    def metrics(self) -> dict[str, float]:
+        """The named numbers of an evaluation on validation and test data."""
+        self.settle()
+        clients = self.setup.clients
+        if 0 < self.options.eval_clients < len(clients):
+            draw = stream(self.options.seed, "evaluation")
+            rows = np.sort(draw.choice(len(clients), self.options.eval_clients, replace=False))
+            clients = tuple(clients[row] for row in rows)
+        found: dict[str, float] = {}
+        for part in ("val", "test"):
+            found |= summarise(self.evaluate(part, clients), self.setup.task, "participants", part)
+        return found
+
+    def admit(self, newcomers: Sequence[ClientId]) -> Sent:
+        """What the method sends to clients that took no part."""
+        if self.algorithm.admit is None:
+            raise NeedsError(
+                f"{self.algorithm.name} cannot serve clients that took no part in training: it has no model for them. "
+                "Methods that can are listed by `fedloom methods`."
+            )
+        if self.algorithm.needs.same_model:
+            common = self.setup.models[self.setup.clients[0]].spec
+            for client in newcomers:
+                if self.setup.models[client].spec != common:
+                    raise NeedsError(
+                        f"{self.algorithm.name} has one model for all clients, {common}; client {client} has "
+                        f"{self.setup.models[client].spec}. Give it the common one."
+                    )
+        self.engine.begin("admission")
+        return self.algorithm.admit(self.setup, self.state, Cohort(self.round, tuple(newcomers)), self.engine.ask)
+
+    def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
+        """Unseen clients are admitted with their training data and tried on a split of their own data.
+
+        ``all`` is their whole data, as zACC has it. ``samples``: at most so many samples of each are there to admit it;
+        0: all. Modes other than ``admit`` hand participants' models on (``metrics.unseen``).
+        """
+        newcomers = self.federation.having(split, self.federation.having("train", self.federation.unseen))
+        if not newcomers:
+            return {}
+        if mode != "admit":
+            if samples:
+                raise ConfigError(f"A number of samples is for admission, not for the mode {mode}. Leave one out.")
+            self.engine.begin("evaluation of unseen clients")
+            scores = evaluate_handed_on(self.algorithm, self.setup, self.state, newcomers, split, mode, self.engine.ask)
+            return summarise(scores, self.setup.task, "unseen", split)
+        if self.algorithm.admit and self.algorithm.admit_labels and split in ("train", "all"):
+            raise NeedsError(
+                f"{self.algorithm.name} admits newcomers by training on their labelled samples, and on {split} data it "
+                "would be tried on the same samples. Use the split test."
+            )
+        sent = self.admit_with(newcomers, samples)
+        self.engine.begin("evaluation of unseen clients")
+        scores = evaluate(
+            self.algorithm,
+            lambda _: sent,
+            newcomers,
+            split,
+            self.engine.ask,
+            at_once=len(newcomers),
+            higher_is_better=self.setup.task.higher_is_better,
+        )
+        return summarise(scores, self.setup.task, "unseen", split)
+
+    def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
+        """Admission of clients of the roster that took no part; only a simulation can say with how many samples."""
+        return self.admit(newcomers)
+
+    def deployed(self, client: ClientId, sent: Sent | None = None) -> Tree:
+        """What a client deploys, composed with its own memory, as it would on its own machine."""
+        shared, mine = sent or self._personal([client])
+        home = self.engine.home(client, self.engine.num_samples([client])[0], torch.zeros((), dtype=torch.int64))
+        return self.algorithm.client_deploy(home, shared, mine[client], self.engine.recall(client))
+
+    def trees(self) -> tuple[Tree, Mapping[ClientId, Tree]]:
+        """All that a checkpoint needs: the server's state and the clients' memory."""
+        return self.state._asdict(), self.engine.memory
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint says besides."""
+        return {}
+
+    def saved(self) -> None:
+        """A checkpoint of this moment is written."""
+
+    def checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint when every client has been asked."""
+        models = (self.setup.models[client] for client in self.setup.clients)
+        return num_bytes(self.state._asdict()) + sum(num_bytes(self._first_memory(model)) for model in models)
+
+    def mark(self) -> Mark:
+        """This moment, to go back to. Trees are values, so it is no copy of them."""
+        return Mark(self.round, self.state, dict(self.engine.memory))
+
+    def go_back(self, mark: Mark) -> None:
+        """As it was at ``mark``, whatever has begun since."""
+        self.round, self.state, self.engine.memory = mark.round, mark.state, dict(mark.memory)
+
+    def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
+        """Go back to a checkpoint; refuses one that is not of this method and federation.
+
+        A checkpoint of the plain method fits its adapted form too: what settling finds is found anew. And one of the
+        adapted form fits the plain method: what settling found is left out.
+        """
+        if self.algorithm is self.base and "base" in state and "base" not in self.state._asdict():
+            state = state["base"]
+        if self.algorithm is not self.base and "base" not in state:
+            state = {**self.state._asdict(), "base": state}
+            memory = {client: {**self.engine.recall(client), **tree} for client, tree in memory.items()}
+        expected = flatten(self.state._asdict())
+        self._check_fit(expected, flatten(state), [*expected, *flatten(state)])
+        foreign = [client for client in memory if client not in self.federation.roster]
+        if foreign:
+            raise RunError(
+                f"The checkpoint remembers client {foreign[0]!r}, which this federation does not have. "
+                "Use the config and data it was made with."
+            )
+        for client, tree in memory.items():
+            first = self._first_memory(self.federation.roster[client].model)
+            self._check_fit(first, flatten(tree), list(first))  # training may have added to it
+        device = self.federation.device
+        self.state = self.algorithm.state(**_to(state, device))
+        self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
+        self.round = round
+
+    def _first_memory(self, model: contract.Model) -> dict[str, torch.Tensor]:
+        """What a client with this model begins with: for its shapes."""
+        if model.spec not in self._memories:
+            first = {"buffers": model.fresh_buffers(), **self.algorithm.first_memory(model, self.config, 0)}
+            self._memories[model.spec] = flatten(first)
+        return self._memories[model.spec]
+
+    def _check_fit(
+        self, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], paths: Sequence[str]
+    ) -> None:
+        for path in paths:
+            here, there = expected.get(path), got.get(path)
+            if here is None or there is None or here.shape != there.shape:
+                raise RunError(
+                    f"The checkpoint does not fit {self.method} on this federation: {path} is "
+                    f"{'missing' if there is None else tuple(there.shape)}, expected "
+                    f"{'nothing' if here is None else tuple(here.shape)}. Use the config it was made with."
+                )
+
+    def _personal(self, clients: Sequence[ClientId]) -> Sent:
+        return self.algorithm.personalise(self.setup, self.state, clients)
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    return {k: _to(v, device) for k, v in tree.items()} if isinstance(tree, Mapping) else tree.to(device)

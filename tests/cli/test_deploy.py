@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedloom deploy`: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Cli
+from fedloom import algorithms
+from fedloom.core.config import fields
+from fedloom.deploy.local import app_in
+from fedloom.deploy.options import SHARED, DeployOptions
+
+needs_flower = pytest.mark.skipif(
+    importlib.util.find_spec("flwr") is None, reason="Flower is not installed: pip install 'fedloom[flower]'"
+)
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_init_writes_an_app_whose_table_is_complete_and_can_be_read(method: str, cli: Cli, tmp_path: Path) -> None:
+    outcome = cli("deploy", "init", "ward", "--method", method, "--dataset", "digits", "--set", "rounds=7")
+    assert (outcome.code, outcome.out) == (0, "ward\n")
+    project = tomllib.loads((tmp_path / "ward" / "pyproject.toml").read_text())
+    own = {field.name for field, _ in fields(algorithms.get(method).config)}
+    settings = {field.name for field, _ in fields(DeployOptions)}
+    table = project["tool"]["flwr"]["app"]["config"]
+    assert {name.replace("-", "_") for name in table} == {"method"} | own | settings | set(SHARED)
+    app = app_in(tmp_path / "ward")
+    assert app.settings.run.rounds == 7 and app.settings.deploy.shape == (1, 8, 8)
+    assert app.settings.deploy.num_outputs == 10 and app.settings.config == algorithms.get(method).config()
+    assert app.trial.dataset == "digits"
+    for file in ("LICENSE", "federation/__init__.py", "federation/client.py", "federation/server.py"):
+        assert (tmp_path / "ward" / file).is_file()
+
+
+def test_names_in_an_app_do_not_clash() -> None:
+    for method in algorithms.names():
+        own = {field.name for field, _ in fields(algorithms.get(method).config)}
+        assert not own & ({field.name for field, _ in fields(DeployOptions)} | set(SHARED) | {"method"})
+
+
+def test_init_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
+    assert "did you mean 'pfedhn'" in refused("deploy", "init", "ward", "--method", "pfedhm")
+    assert "Unknown setting" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "round=3")
+    assert "NAME=VALUE" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds")
+    assert "--rounds is 'x'" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds=x")
+    cli("deploy", "init", "full", "--method", "pfedhn")
+    assert "full is not empty" in refused("deploy", "init", "full", "--method", "pfedhn")
+
+
+@needs_flower
+def test_local_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
+    assert "not that of a fedloom app" in refused("deploy", "local", "nothing")
+    cli("deploy", "init", "bare", "--method", "pfedhn")
+    assert "give the shape of a sample" in refused("deploy", "local", "bare")
+    cli("deploy", "init", "ward", "--method", "pfedhn", "--dataset", "digits")
+    (tmp_path / "ward" / "local" / "run").mkdir(parents=True)
+    assert "holds a run; go on with `fedloom deploy resume`" in refused("deploy", "local", "ward")
+    assert "is not a run directory" in refused("deploy", "resume", "ward")
+
+
+@needs_flower
+def test_keys_are_made_once_and_are_whose_they_say(refused: Refused, cli: Cli, tmp_path: Path) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+
+    from fedloom.deploy.keys import clients_by_key
+
+    cli("deploy", "init", "ward", "--method", "pfedhn")
+    assert "Say whose keys" in refused("deploy", "keys", "ward")
+    outcome = cli("deploy", "keys", "ward", "--nodes", 2, "--node", "clinic", "--host", "link.example.org")
+    keys = tmp_path / "ward" / "keys"
+    assert (outcome.code, outcome.out) == (0, "ward/keys\n")
+    by_key = clients_by_key(keys / "clients")
+    assert sorted(by_key.values()) == ["0", "1", "clinic"]
+    private = load_ssh_private_key((keys / "nodes" / "clinic").read_bytes(), None)
+    assert by_key[private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)] == "clinic"
+    certificate, root = (x509.load_pem_x509_certificate((keys / f).read_bytes()) for f in ("server.pem", "ca.pem"))
+    certificate.verify_directly_issued_by(root)
+    hosts = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["link.example.org", "localhost"]
+    assert all((keys / f).stat().st_mode & 0o77 == 0 for f in ("ca.key", "server.key", "nodes/0"))
+    assert "return 403" in (keys / "nginx.conf").read_text()
+    assert "holds keys already" in refused("deploy", "keys", "ward", "--nodes", 2)

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes on loopback: a link, nodes, servers. Slow; nothing is left behind, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
+
+import fedloom
+from fedloom import api
+from fedloom.core.errors import RunError
+from fedloom.core.trees import flatten
+from fedloom.deploy.keys import make_keys
+from fedloom.deploy.local import App, Federation, app_in, follow, local
+from fedloom.deploy.processes import Processes, free_port
+from fedloom.deploy.proxy import write_nginx_config
+from fedloom.deploy.ray import run_on_ray
+from fedloom.deploy.template import write_app
+from fedloom.deploy.trial import about, deal
+from fedloom.progress import display
+from fedloom.runs.directory import RunDirectory
+
+pytestmark = pytest.mark.slow
+
+NODES, SHARED = 4, {"seed": 0, "threads": 1, "device": "cpu"}
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+MODELS = ("mlp:hidden=16", "mlp:hidden=24")
+QUICK = {"local_steps": 3, "batch_size": 16}
+
+
+def app_for(folder: Path, method: str, models: tuple[str, ...] = MODELS, **settings: Any) -> App:
+    """An app whose trial is digits, dealt over four nodes and a newcomer."""
+    given = {**about("digits"), **SHARED, "timeout": 90, "wait": 90, **settings}
+    write_app(folder, method, given, {"dataset": "digits", "model": ",".join(models)})
+    return app_in(folder)
+
+
+def node_config(models: tuple[str, ...], number: int) -> dict[str, str]:
+    return {"model": models[number % len(models)], "role": "newcomer" if number >= NODES else "participant"}
+
+
+@pytest.fixture(scope="session")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """A link and four nodes with two architectures, which all tests that need no others share."""
+    app = app_for(tmp_path_factory.mktemp("ward") / "app", "pfedhn")
+    deal(app.trial, NODES, 1, 0, app.local / "nodes")
+    federation = Federation(app)
+    with federation.processes:
+        federation.start_link()
+        for number in range(NODES):
+            federation.start_node(str(number), node_config(MODELS, number))
+        yield federation
+
+
+def run_to_end(federation: Federation, app: App, out: Path, **changes: Any) -> RunDirectory:
+    """Submit an app to a federation that runs, and wait for it."""
+    federation.start_run({"out": str(out), "nodes": NODES, **changes}, app.folder)
+    process = federation.processes.running["run"]
+    try:
+        process.wait(300)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the run did not end: {federation.processes.log('run').read_text()[-2000:]}")
+    assert (out / "summary.json").is_file(), federation.processes.log("run").read_text()[-3000:]
+    return RunDirectory.open(out)
+
+
+def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, why
+        time.sleep(0.2)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "pfedhn": {"rounds": 2, "local_steps": 20, "cohort": NODES},
+    "pfedhn_pc": {"rounds": 2},
+    "mh_pfedhn_gd": {"rounds": 1, "server_step": "per_client", "global_model": MODELS[0], "chunk": 512},
+    "scaffold": {"rounds": 2},
+    "it_pfl_hn": {"rounds": 2, "finetune_after": 1},
+}
+PAIR = {"cohort": 2, "eval_clients": 2}
+"""A process starts for every client and ask: two at a time are enough."""
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_method_over_the_network_equals_the_sequential_engine(method: str, ward: Federation, tmp_path: Path) -> None:
+    options = {**QUICK, **PAIR, **CASES[method], "eval_every": 99}
+    same = method == "scaffold"  # needs one architecture: its user writes so into client.py
+    app = app_for(tmp_path / "app", method, **options, deliver=method == "it_pfl_hn")
+    if same:
+        client = app.folder / "federation" / "client.py"
+        client.write_text(client.read_text().replace('str(node.get("model", "auto"))', repr(MODELS[0])))
+    newcomer = method == "it_pfl_hn"
+    if newcomer:
+        ward.start_node(str(NODES), node_config(MODELS, NODES))
+    try:
+        directory = run_to_end(ward, app, tmp_path / "run")
+    finally:
+        if newcomer:
+            ward.processes.kill(f"node-{NODES}")
+    expected = fedloom.run(
+        method, dataset="digits", clients=NODES, unseen=1, model=MODELS[0] if same else ",".join(MODELS),
+        engine="sequential", out=tmp_path / "expected", progress="quiet", **options, **SHARED,
+        **({"admit_rounds": 1} if method.startswith(("pfedhn", "mh_")) else {}),
+    )  # fmt: skip
+    one, other = directory.load("last"), expected.directory.load("last")
+    a, b = flatten(one.state), flatten(other.state)
+    assert list(a) == list(b) and one.round == other.round == options["rounds"]
+    assert max(float((a[path].double() - b[path].double()).abs().max()) for path in a) < 1e-6
+    ours, theirs = directory.summary(), expected.summary
+    assert ours and ours["finished"] and ours["dropped"] == 0
+    assert ours["last"] == pytest.approx(theirs["last"])
+    for client, score in theirs["clients"].items():
+        assert ours["clients"][client] == pytest.approx(score)
+    if newcomer:
+        assert ours["unseen"] == pytest.approx(theirs["unseen"])
+        assert list((ward.app.local / "nodes" / str(NODES)).glob(f"*/model/client-{NODES}.safetensors"))
+
+
+EVIL = """
+import torch
+from fedloom.deploy import client as _client
+_honest = _client.Participant.answer
+
+def _evil(self, asked, content):
+    if self.node.get("evil") and asked["stage"] == 2:
+        reply = _honest(self, asked, content)
+        from fedloom.core.wire import decode
+        from fedloom.core.trees import tree_map
+        tree = decode(reply["trees"]["reply"].data)
+        return _client.pack(dict(reply["facts"]), reply=tree_map(lambda leaf: leaf * float("nan"), tree))
+    if self.node.get("slow") and asked["stage"] == 2 and not (self.store.folder / "slept").exists():
+        import time
+        (self.store.folder / "slept").touch()
+        time.sleep(600)
+    return _honest(self, asked, content)
+
+_client.Participant.answer = _evil
+"""
+
+
+def test_a_node_that_is_killed_comes_back_as_the_same_client_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    """Client 1 is killed with -9 in round 2, while it trains; client 2 lies in that round."""
+    app = app_for(tmp_path / "app", "scaffold", MODELS[:1], rounds=4, cohort=3, eval_every=99, timeout=25, **QUICK)
+    source = app.folder / "federation" / "client.py"
+    source.write_text(source.read_text() + EVIL)
+    deal(app.trial, 3, 0, 0, app.local / "nodes")
+    federation = Federation(app)
+    kinds = {"0": {}, "1": {"slow": True}, "2": {"evil": True}}
+    with federation.processes:
+        federation.start_link()
+        for client, extra in kinds.items():
+            federation.start_node(client, {"model": MODELS[0], **extra})
+        federation.start_run({"out": str(app.out), "nodes": 3, "quorum": 0.3, "deliver": False})
+        slept = app.local / "nodes" / "1" / "slept"
+        wait_until(slept.exists, 120, "client 1 never came to round 2")
+        federation.processes.kill("node-1")
+        federation.start_node("1", {"model": MODELS[0]})
+        federation.processes.running["run"].wait(300)
+    records = {record["round"]: record for record in RunDirectory.open(app.out).records()}
+    assert sorted(records) == [1, 2, 3, 4]
+    dropped = {d["client"]: d["reason"] for d in records[2]["dropped"]}
+    assert set(dropped) == {"1", "2"} and dropped["2"] == "replied with NaN or Inf"
+    assert [records[number]["dropped"] for number in (1, 3, 4)] == [[], [], []]
+    assert records[4]["clients"] == 3  # client 1 is back, as itself: its memory of round 1 was found
+
+
+def test_a_link_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    options = {**QUICK, "rounds": 3, "cohort": 2, "eval_every": 99}
+    app = app_for(tmp_path / "app", "scaffold", MODELS[:1], **options, deliver=False)
+
+    class KillsTheLink:
+        """A display that pulls the plug after round 1."""
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def begin(self, simulation: Any) -> None: ...
+        def update(self, record: Any) -> None:
+            assert record["round"] == 1
+            federation.processes.running["link"].send_signal(signal.SIGKILL)
+
+        def end(self, directory: Any) -> None:
+            pytest.fail("the run ended")
+
+    deal(app.trial, 2, 0, 0, app.local / "nodes")
+    federation = Federation(app)
+    with federation.processes:
+        federation.start_link()
+        for client in ("0", "1"):
+            federation.start_node(client, {"model": MODELS[0]})
+        federation.start_run({"out": str(app.out), "nodes": 2})
+        with pytest.raises(RunError, match="link ended with code -9"):
+            follow(federation, KillsTheLink())
+    directory = local(app, 2, 0, display("quiet"), resume=True)
+    expected = fedloom.run(
+        "scaffold", dataset="digits", clients=2, model=MODELS[0], engine="sequential", out=tmp_path / "expected",
+        progress="quiet", **options, **SHARED,
+    )  # fmt: skip
+    a, b = flatten(directory.load("last").state), flatten(expected.directory.load("last").state)
+    assert all(a[path].equal(b[path]) for path in b)
+    assert [record["round"] for record in directory.records()] == [1, 2, 3]
+
+
+def test_with_keys_clients_are_who_their_keys_say_and_strangers_stay_out(tmp_path: Path) -> None:
+    options = {**QUICK, "rounds": 1, "cohort": 2}
+    app = app_for(tmp_path / "app", "pfedhn", MODELS, **options, deliver=False)
+    keys = make_keys(app.folder / "keys", ["0", "1"], ["127.0.0.1", "localhost"])
+    other = make_keys(tmp_path / "other", ["stranger"], ["127.0.0.1"])
+    deal(app.trial, 2, 0, 0, app.local / "nodes")
+    federation = Federation(app, keys)
+    with federation.processes as processes:
+        federation.start_link()
+        if NGINX:  # nodes reach the link through the proxy of the guide
+            federation.entry = free_port()
+            config = write_nginx_config(keys, federation.entry, federation.port)
+            processes.start("proxy", [NGINX, "-c", str(config), "-p", str(keys), "-g", "daemon off;"])
+        address = ["--superlink", f"127.0.0.1:{federation.entry}", "--host", "127.0.0.1"]
+        node = ["flower-supernode", *address, "--port"]
+        unregistered = ["--auth-supernode-private-key", f"{other}/nodes/stranger"]
+        processes.start("stranger", [*node, str(free_port()), "--root-certificates", f"{keys}/ca.pem", *unregistered])
+        wrong = ["--root-certificates", f"{other}/ca.pem", "--auth-supernode-private-key", f"{keys}/nodes/1"]
+        processes.start("fooled", [*node, str(free_port()), *wrong, "--max-retries", "1"])
+        # client 1 says that it is client 0: its key says otherwise
+        federation.start_node("0", {"model": MODELS[0]})
+        federation.start_node("1", {"model": MODELS[1], "client": "0"})
+        federation.start_run({"out": str(app.out), "nodes": 2})
+        processes.running["run"].wait(200)
+        assert processes.running["stranger"].wait(60) != 0
+        assert not re.search(r"SuperNode ID", processes.log("fooled").read_text())
+        assert re.search(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed", processes.log("fooled").read_text())
+        log = processes.log("run").read_text()
+    summary = RunDirectory.open(app.out).summary()
+    assert summary is not None and summary["finished"], log[-2000:]
+    assert set(summary["clients"]) == {"0", "1"}
+    expected = fedloom.run(
+        "pfedhn", dataset="digits", clients=2, model=",".join(MODELS), engine="sequential", out=tmp_path / "expected",
+        progress="quiet", **options, **SHARED,
+    )  # fmt: skip
+    a = flatten(RunDirectory.open(app.out).load("last").state)
+    assert all(a[path].equal(leaf) for path, leaf in flatten(expected.directory.load("last").state).items())
+
+
+def test_clients_on_ray_equal_the_sequential_engine(tmp_path: Path) -> None:
+    options = {
+        **QUICK,
+        **SHARED,
+        "dataset": "digits",
+        "clients": 3,
+        "unseen": 1,
+        "model": ",".join(MODELS),
+        "rounds": 2,
+    }
+    options |= {"cohort": 2, "finetune_after": 1}
+    given = api.parse_options("it_pfl_hn", {**options, "engine": "flower-sim"})
+    directory = run_on_ray("it_pfl_hn", *given, tmp_path / "run", display("quiet"))
+    expected = fedloom.run("it_pfl_hn", engine="sequential", out=tmp_path / "expected", progress="quiet", **options)
+    a, b = (flatten(one.load("last").state) for one in (directory, expected.directory))
+    assert all(a[path].equal(b[path]) for path in b)
+    summary = directory.summary()
+    assert summary is not None and summary["last"] == expected.summary["last"]
+    assert summary["unseen"] == expected.summary["unseen"]
+
+
+MAIN = "from fedloom.cli.main import main; main()"
+
+
+def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
+    app = app_for(tmp_path / "app", "fedavg", MODELS[:1], rounds=50, cohort=2, **QUICK)
+    command = [sys.executable, "-c", MAIN, "deploy", "local", str(app.folder), "--nodes", "2"]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as process:
+        try:
+            log = app.local / "logs" / "run.log"
+            wait_until(lambda: log.exists() and "Successfully started run" in log.read_text(), 60, "nothing began")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+        assert process.stderr and b"go on with `fedloom deploy resume" in process.stderr.read()
+    assert running_below(app.local) == []
+
+
+def running_below(folder: Path) -> list[str]:
+    """Command lines of processes with Flower's home in ``folder``."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={folder}".encode() in (proc / "environ").read_bytes() and int(proc.name) != os.getpid():
+                found.append((proc / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
+
+
+def test_processes_are_stopped_with_their_children(tmp_path: Path) -> None:
+    with Processes(tmp_path / "logs", tmp_path / "flower") as processes:
+        processes.start("shell", ["sh", "-c", "sleep 300 & sleep 300"])
+        wait_until(lambda: len(running_below(tmp_path)) == 3, 10, "the shell started nothing")
+    assert running_below(tmp_path) == []

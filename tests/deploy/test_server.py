@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's side: who joins, who is admitted, what a checkpoint brings back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
+
+from conftest import models_for, small_federation
+from engines.flower.nearby import Nearby, deployed, table_of
+from fedloom import algorithms, api
+from fedloom.core.errors import NeedsError, RoundError, RunError
+from fedloom.core.trees import flatten
+from fedloom.core.wire import decode
+from fedloom.deploy import server
+from fedloom.deploy.options import read
+from fedloom.deploy.roster import SizeOnly, grown, in_order
+from fedloom.engines.flower.codec import facts_of
+from fedloom.progress import display
+from fedloom.runs.directory import RunDirectory
+
+SMALL = ("mlp:hidden=5", "lenet:kernels=2")
+
+
+def test_clients_are_ordered_by_name_and_numbers_by_value() -> None:
+    assert in_order(["10", "2", "b", "a10", "a9", "1"]) == ["1", "2", "10", "a9", "a10", "b"]
+
+
+def test_a_state_grows_by_rows_and_by_pieces() -> None:
+    old = {"table": torch.ones(2, 3), "loom": torch.ones(4)}
+    fresh = {"table": torch.zeros(3, 3), "loom": torch.zeros(4), "head": {"new": torch.zeros(1)}}
+    found = grown(old, fresh, 2, 3)
+    assert found is not None
+    assert found["table"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert found["loom"].tolist() == [1] * 4 and found["head"]["new"].tolist() == [0]
+    assert grown(old, {**fresh, "table": torch.zeros(3, 4)}, 2, 3) is None
+    assert grown({**old, "gone": torch.ones(1)}, fresh, 2, 3) is None
+
+
+def late(method: str, folder: Path, **changes: Any) -> Any:
+    """Four clients after a round, and a fifth that comes then."""
+    federation = small_federation(models_for(algorithms.get(method), *SMALL))
+    gd = {"global_model": "mlp:hidden=5"} if method == "mh_pfedhn_gd" else {}
+    table = table_of(method, federation, **gd, **changes)
+    lobby = Nearby(federation, table, folder)
+    lobby.disconnect("4")
+    lobby.refresh()
+    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2", "3")])
+    ours.train_round()
+    lobby.connect("4")
+    return ours
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_a_client_that_joins_takes_part_in_the_next_round(method: str, tmp_path: Path) -> None:
+    ours = late(method, tmp_path, **({"embed_dim": 4} if hasattr(algorithms.get(method).config, "embed_dim") else {}))
+    before = flatten(ours.state._asdict())
+    ours.look()
+    assert ours.setup.clients == ("0", "1", "2", "3", "4")
+    after = flatten(ours.state._asdict())
+    for path, leaf in before.items():  # what was learned is as it was
+        assert after[path][: len(leaf)].equal(leaf) if leaf.ndim else after[path].equal(leaf)
+    record = ours.train_round()
+    assert record["clients"] == 5 and record["dropped"] == []
+    assert ours.evaluate("test").keys() == {"0", "1", "2", "3", "4"}
+
+
+def test_a_round_that_fails_takes_the_clients_that_joined_back_out(tmp_path: Path, monkeypatch: Any) -> None:
+    """A checkpoint of the round before must name the clients of that round."""
+    monkeypatch.setattr(server, "PAUSE", 0.0)
+    ours = late("pfedhn", tmp_path, embed_dim=2, repeats=0)
+    mark = ours.mark()
+    ours.lobby.faults = {client: lambda *_: "did not answer" for client in "0123"}
+    real = ours.lobby.exchange
+    ours.lobby.exchange = ours.engine.exchange = lambda kind, contents, timeout: dict.fromkeys(contents, "is gone")
+    with pytest.raises(RoundError):
+        ours.train_round()
+    assert len(ours.state.embeddings) == 5
+    ours.go_back(mark)
+    assert len(ours.state.embeddings) == len(ours.setup.clients) == len(ours.meta()["deployment"]["roster"]) == 4
+    ours.lobby.exchange = ours.engine.exchange = real
+    ours.lobby.faults = {}
+    assert ours.train_round()["clients"] == 5
+
+
+def test_a_client_for_whom_the_method_has_no_room_is_a_newcomer(tmp_path: Path) -> None:
+    """Embeddings of size 1 + clients // 4 are of size 1 for three clients and 2 for four."""
+    federation = small_federation(["mlp:hidden=5"])
+    table = table_of("pfedhn", federation)
+    lobby = Nearby(federation, table, tmp_path)
+    for client in ("3", "4"):
+        lobby.disconnect(client)
+    lobby.refresh()
+    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2")])
+    lobby.connect("3")
+    ours.look()
+    assert ours.setup.clients == ("0", "1", "2") and ours.newcomers == ("3",)
+
+
+def served(method: str, federation: Any, folder: Path, monkeypatch: Any, **changes: Any) -> Nearby:
+    """A whole run through ``serve``; gives the network with all that crossed it."""
+    table = table_of(method, federation, **changes)
+    lobby = Nearby(federation, table, folder / "nodes")
+
+    def nearby(grid: Any, options: Any, run: str) -> Nearby:
+        lobby.run = run
+        return lobby
+
+    monkeypatch.setattr(server, "lobby_of", nearby)
+    monkeypatch.setattr(server, "PAUSE", 0.0)
+    server.serve(SimpleNamespace(), read(table), display("quiet"))
+    return lobby
+
+
+def test_a_run_over_the_network_leaves_what_a_simulated_run_leaves(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"], unseen=1)
+    out = tmp_path / "run"
+    lobby = served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=4, rounds=3, finetune_after=2)
+    directory = RunDirectory.open(out)
+    summary = directory.summary()
+    assert summary is not None and summary["finished"] and summary["rounds"] == 3 and summary["engine"] == "flower"
+    assert set(summary["clients"]) == {"0", "1", "2", "3"}
+    assert "deployed/unseen/test/accuracy" in summary["unseen"]
+    assert [record["round"] for record in directory.records()] == [1, 2, 3]
+    assert directory.checkpoints() == [2, 3]
+    assert directory.config["method"] == "it_pfl_hn"
+    for client in federation.roster:  # everybody has its model, the newcomer too
+        assert (tmp_path / "nodes" / client / lobby.run / "model" / f"client-{client}.safetensors").is_file()
+    from fedloom.reports.compare import compare
+
+    assert [len(row.seeds) for row in compare([out]).rows] == [1]
+
+
+def test_a_newcomer_sends_its_descriptor_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"], unseen=1)
+    private = {"descriptor_epsilon": 1.0, "finetune_after": 1}
+    lobby = served(
+        "it_pfl_hn", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=4, rounds=2, **private
+    )
+    own = [(kind, asked, reply) for kind, client, asked, reply in lobby.letters if client == "4"]
+    programs = {facts_of(asked).get("program", "")[:40] for kind, asked, _ in own if kind == "train"}
+    assert any("describe_privately" in name for name in programs)
+    sent = {path for kind, _, reply in own if kind == "train" for path in flatten(decode(reply["trees"]["reply"].data))}
+    # the scores are of the newcomer's own test data, which only a trial has
+    assert sent == {"descriptor", "loss", "metric", "samples"}
+    got = {
+        path.split("/")[0] for kind, asked, _ in own for a in dict(asked["trees"]).values() for path in decode(a.data)
+    }
+    assert got == {"encoder", "params"}
+
+
+def test_a_newcomer_of_an_adapted_model_only_downloads(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"], unseen=1)
+    for split in ("val", "test"):
+        federation.roster["4"].rows[split] = federation.roster["4"].rows[split][:0]
+    lobby = served(
+        "fedavg", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=4, rounds=1, adapt="prior"
+    )
+    own = [reply for kind, client, _, reply in lobby.letters if client == "4" and kind == "train"]
+    assert own and all(flatten(decode(reply["trees"]["reply"].data)) == {} for reply in own)
+    assert (tmp_path / "nodes" / "4" / lobby.run / "model" / "client-4.safetensors").is_file()
+
+
+def test_newcomers_that_come_after_the_run_are_admitted_with_its_best_checkpoint(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation = small_federation(["mlp:hidden=5"], unseen=1)
+    out = tmp_path / "run"
+    real = Nearby.connect
+    monkeypatch.setattr(Nearby, "connect", lambda self, client, **k: None if client == "4" else real(self, client, **k))
+    served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=4, rounds=2, finetune_after=1)
+    before = (out / "summary.json").read_bytes()
+    monkeypatch.setattr(Nearby, "connect", real)
+    lobby = served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), admit=True, finetune_after=1)
+    assert (tmp_path / "nodes" / "4" / lobby.run / "model" / "client-4.safetensors").is_file()
+    assert (out / "summary.json").read_bytes() == before
+    assert {client for kind, client, _, _ in lobby.letters if kind != "query.hello"} == {"4"}
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "scaffold"])
+def test_a_server_that_is_killed_goes_on_with_the_bits_of_never_stopping(
+    method: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    options = {"nodes": 5, "rounds": 4, "cohort": 3}
+    served(method, federation, tmp_path / "a", monkeypatch, out=str(tmp_path / "straight"), **options)
+
+    class Killed(BaseException):
+        """No time to tidy up."""
+
+    asked: list[int] = []
+    real = Nearby._answer
+
+    def dying(self: Nearby, kind: str, client: str, content: Any) -> Any:
+        found = real(self, kind, client, content)
+        asked.append(1) if kind == "train" and facts_of(content)["stage"] == 3 else None
+        if len(asked) == 2:  # in mid-round: two clients have trained and remembered
+            raise Killed
+        return found
+
+    monkeypatch.setattr(Nearby, "_answer", dying)
+    with pytest.raises(Killed):
+        served(method, federation, tmp_path / "b", monkeypatch, out=str(tmp_path / "run"), **options)
+    monkeypatch.setattr(Nearby, "_answer", real)
+    assert RunDirectory.open(tmp_path / "run").checkpoints()[-1] == 2
+    served(method, federation, tmp_path / "b", monkeypatch, out=str(tmp_path / "run"), resume=True, **options)
+    one, other = (RunDirectory.open(tmp_path / name).load("last") for name in ("straight", "run"))
+    a, b = flatten(one.state), flatten(other.state)
+    assert all(a[path].equal(b[path]) for path in a) and one.round == other.round == 4
+
+
+def test_too_few_clients_stop_a_run_before_it_begins(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    with pytest.raises(RoundError, match="5 clients are connected, and 6 are needed"):
+        served("fedavg", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=6)
+
+
+def test_a_server_of_mh_pfedhn_knows_sizes_only(tmp_path: Path) -> None:
+    ours = deployed("mh_pfedhn", small_federation(SMALL), tmp_path)
+    assert all(isinstance(model, SizeOnly) for model in ours.setup.models.values())
+    with pytest.raises(NeedsError, match="only how many parameters"):
+        ours.setup.models["0"].shapes  # noqa: B018
+    with pytest.raises(NeedsError, match="--global-model"):
+        deployed("mh_pfedhn_gd", small_federation(SMALL), tmp_path / "gd").train_round()
+
+
+@pytest.mark.parametrize(
+    ("model", "networks", "reason"),
+    [
+        ("testnets:Normed", "", "the network testnets:Normed, which the app does not list"),
+        ("mlp:hidden=5", "", None),
+    ],
+)
+def test_a_network_that_the_app_does_not_list_is_not_imported(
+    model: str, networks: str, reason: str | None, tmp_path: Path
+) -> None:
+    federation = small_federation([model])
+    lobby = Nearby(federation, table_of("fedavg", federation, networks=networks), tmp_path)
+    lobby.refresh()
+    assert all(reason in text for text in lobby.refused) if reason else not lobby.refused
+    assert len(lobby.nodes) == (0 if reason else 5)
+
+
+def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    lobby = Nearby(federation, table_of("fedavg", federation), tmp_path)
+    lobby.faults["3"] = lambda *_: "did not answer"
+    lobby.refresh()
+    assert sorted(lobby.nodes) == ["0", "1", "2", "4"] and "did not answer" in lobby.refused[0]
+    lobby.faults = {}
+    lobby.refresh()
+    assert "3" not in lobby.nodes
+    monkeypatch.setattr("fedloom.engines.flower.lobby.time.monotonic", lambda: 1e12)
+    lobby.refresh()
+    assert "3" in lobby.nodes
+
+
+def test_a_loaded_run_says_where_its_data_are(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    served("fedavg", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=5, rounds=1)
+    run = api.load(tmp_path / "run")
+    assert run.summary["rounds"] == 1
+    with pytest.raises(RunError, match="its clients have the data and their memories"):
+        run.evaluate()

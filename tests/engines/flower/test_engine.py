@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that misbehave, come late, go and come back: named, recorded, and the round goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from conftest import play, small_federation
+from engines.flower.nearby import deployed
+from fedloom import algorithms
+from fedloom.core.errors import RoundError
+from fedloom.core.trees import flatten, tree_map
+from fedloom.core.wire import decode, encode
+from fedloom.engines.flower.codec import Malformed, pack, program_of
+from fedloom.engines.flower.engine import VERSION, Rules
+
+
+def with_reply(reply: RecordDict, change: Callable[[Any], Any], **facts: Any) -> RecordDict:
+    """An honest reply, with another tree and other facts."""
+    tree = decode(reply["trees"]["reply"].data)
+    return pack({**dict(reply["facts"]), **facts}, reply=change(tree))
+
+
+def raw(reply: RecordDict, form: str) -> RecordDict:
+    """An honest reply's facts, and a tree that is none."""
+    return RecordDict({"facts": reply["facts"], "trees": ArrayRecord({"reply": Array("u", (1,), form, b"x")})})
+
+
+def unchanged(tree: Any) -> Any:
+    return tree
+
+
+BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
+    "shape": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.new_zeros(3), t)), "replied with shape"),
+    "missing": (lambda r: with_reply(r, lambda t: {"loss": t["loss"]}), "replied with shape None"),
+    "nan": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf * float("nan"), t)), "NaN or Inf"),
+    "type": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.half(), t)), "numbers of type torch.float16"),
+    "oversized": (lambda r: with_reply(r, lambda t: {**t, "more": torch.zeros(1 << 20)}), "bytes where at most"),
+    "other client": (lambda r: with_reply(r, unchanged, client="0"), "replied for client '0'; asked was '2'"),
+    "other round": (lambda r: with_reply(r, unchanged, stage=0), "replied for stage 0; asked was 1"),
+    "other ask": (lambda r: with_reply(r, unchanged, ask=9), "replied for ask 9"),
+    "garbage": (lambda r: raw(r, "safetensors"), "cannot be read"),
+    "no tree": (lambda r: RecordDict({"facts": r["facts"]}), "no tree named 'reply'"),
+    "no facts": (lambda r: RecordDict({"other": ConfigRecord({"a": 1})}), "sent records named ['other']"),
+    "pickle": (lambda r: raw(r, "pickle"), "no tree named 'reply'"),
+    "silence": (lambda r: "did not answer within 1 seconds", "did not answer within 1 seconds"),
+    "error": (lambda r: pack({"error": "has no samples"}), "has no samples"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_client_is_refused_by_name_and_the_round_goes_on_without_it(kind: str, tmp_path: Path) -> None:
+    spoil, reason = BAD[kind]
+    federation = small_federation(["mlp:hidden=5", "lenet:kernels=2"])
+    ours = deployed("pfedhn", federation, tmp_path)
+    ours.lobby.faults["2"] = lambda kind, asked, reply: spoil(reply) if kind == "train" else reply
+    record = ours.train_round()
+    assert [d["client"] for d in record["dropped"]] == ["2"] and reason in record["dropped"][0]["reason"]
+    without = play(algorithms.get("pfedhn"), federation, rounds=1, cohorts=[["0", "1", "3", "4"]])
+    there, expected = flatten(ours.state._asdict()), flatten(without.state._asdict())
+    assert all(there[path].equal(expected[path]) for path in expected)
+
+
+def test_a_reply_in_the_shape_of_another_architecture_harms_nobody_else(tmp_path: Path) -> None:
+    federation = small_federation(["mlp:hidden=5", "mlp:hidden=6"])
+    ours = deployed("pfedhn", federation, tmp_path)
+    honest: dict[str, RecordDict] = {}
+
+    def first(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict:
+        shapes = decode(asked["trees"]["mine"].data)["params"]
+        wide = {n: torch.zeros([6 if s == 5 else s for s in p.shape], dtype=p.dtype) for n, p in shapes.items()}
+        return with_reply(reply, lambda t: {**t, "delta": wide}) if kind == "train" else reply
+
+    ours.lobby.faults["0"] = first
+    record = ours.train_round()
+    assert [d["client"] for d in record["dropped"]] == ["0"] and not honest
+
+
+def test_a_client_keeps_the_memory_that_the_server_counts_on(tmp_path: Path) -> None:
+    """SCAFFOLD's control variates: a reply that was not used must not have changed what the client goes on from."""
+    algorithm, federation = algorithms.get("scaffold"), small_federation(["mlp:hidden=5"])
+    ours = deployed("scaffold", federation, tmp_path)
+    ours.train_round()
+    ours.lobby.faults["1"] = lambda kind, asked, reply: "did not answer within 1 seconds"
+    ours.train_round()  # client 1 trains and remembers, but its reply is lost
+    del ours.lobby.faults["1"]
+    ours.train_round()
+    cohorts = [["0", "1", "2", "3", "4"], ["0", "2", "3", "4"], ["0", "1", "2", "3", "4"]]
+    expected = play(algorithm, federation, rounds=3, cohorts=cohorts)
+    there, wanted = flatten(ours.state._asdict()), flatten(expected.state._asdict())
+    assert all(there[path].equal(wanted[path]) for path in wanted)
+    assert int(ours.engine.recall("1")[VERSION]) == 2 and int(ours.engine.recall("0")[VERSION]) == 3
+
+
+def test_a_server_that_goes_back_finds_the_memories_of_its_checkpoint(tmp_path: Path) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    ours = deployed("scaffold", federation, tmp_path)
+    ours.train_round()
+    ours.saved()
+    mark = ours.mark()
+    straight = flatten(ours.train_round() and ours.state._asdict())
+    ours.train_round()
+    ours.train_round()  # never saved: the memories of round 1 must still be there
+    ours.go_back(mark)
+    ours.train_round()
+    assert all(leaf.equal(straight[path]) for path, leaf in flatten(ours.state._asdict()).items())
+
+
+def test_a_client_whose_memory_is_lost_is_told_so(tmp_path: Path) -> None:
+    ours = deployed("scaffold", small_federation(["mlp:hidden=5"]), tmp_path)
+    ours.train_round()
+    for file in (tmp_path / "3" / "run").iterdir():
+        file.unlink()
+    record = ours.train_round()
+    assert [d["client"] for d in record["dropped"]] == ["3"]
+    assert "has no version 1 of its memory of this run any more" in record["dropped"][0]["reason"]
+
+
+def test_a_round_without_a_quorum_is_done_again_and_then_stops(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("fedloom.deploy.server.PAUSE", 0.0)
+    ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path, quorum=0.5, repeats=2)
+    silent: list[int] = []
+
+    def twice(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        silent.append(1)
+        return "did not answer" if len(silent) <= 2 * 3 else reply
+
+    for client in ("0", "1", "2"):
+        ours.lobby.faults[client] = twice
+    record = ours.train_round()
+    assert len(record["repeated"]) == 2 and "2 of 5 clients gave a usable reply" in record["repeated"][0]
+    assert record["dropped"] == [] and ours.round == 1
+    for client in ("0", "1", "2"):
+        ours.lobby.faults[client] = lambda *_: "did not answer"
+    before = flatten(ours.state._asdict())
+    with pytest.raises(RoundError, match="fewer than the quorum of 50%"):
+        ours.train_round()
+    assert all(leaf.equal(before[path]) for path, leaf in flatten(ours.state._asdict()).items())
+
+
+def test_a_client_that_goes_is_not_asked_and_comes_back_as_the_same(tmp_path: Path) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    ours = deployed("scaffold", federation, tmp_path)
+    ours.train_round()
+    ours.lobby.disconnect("4")
+    record = ours.train_round()
+    assert record["clients"] == 4 and record["dropped"] == []
+    ours.lobby.connect("4", node=999)  # a new Flower node, the same folder
+    ours.train_round()
+    cohorts = [["0", "1", "2", "3", "4"], ["0", "1", "2", "3"], ["0", "1", "2", "3", "4"]]
+    expected = play(algorithms.get("scaffold"), federation, rounds=3, cohorts=cohorts)
+    there, wanted = flatten(ours.state._asdict()), flatten(expected.state._asdict())
+    assert all(there[path].equal(wanted[path]) for path in wanted)
+
+
+def test_a_name_that_is_taken_cannot_be_claimed(tmp_path: Path) -> None:
+    ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path)
+    ours.lobby.clients[999] = "1"
+    ours.lobby.node_config["1"] = {"client": "1", "folder": str(tmp_path / "elsewhere")}
+    record = ours.train_round()
+    assert record["refused"] == ["node 999 claims the name '1', which another client has"]
+    assert 999 not in ours.lobby.nodes.values()
+    assert "refused" not in ours.train_round()
+
+
+def test_noise_for_privacy_cannot_be_drawn_from_the_seed(tmp_path: Path) -> None:
+    """The same run twice, with other secrets: replies differ by the noise, and only with noise."""
+
+    def replies(folder: Path, noise: float) -> Any:
+        ours = deployed("mh_pfedhn", small_federation(["mlp:hidden=5"]), folder, laplace_noise=noise)
+        ours.train_round()
+        kept = [reply for kind, client, _, reply in ours.lobby.letters if kind == "train" and client == "0"]
+        return decode(kept[0]["trees"]["reply"].data)["delta"]
+
+    assert replies(tmp_path / "a", 0.0).equal(replies(tmp_path / "b", 0.0))
+    assert not replies(tmp_path / "c", 0.1).equal(replies(tmp_path / "d", 0.1))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (["os", "system"], "a program of os, which is not fedloom"),
+        (["fedloom.runs.files", "nothing"], "which is no function there"),
+        (["fedloom.core.wire", "torch"], "which is no function there"),
+    ],
+)
+def test_a_program_can_only_name_functions_of_fedloom(part: list[str], message: str) -> None:
+    import json
+
+    fine = ["fedloom.algorithms.fedavg", "client_step"]
+    text = json.dumps({"name": "x", "init": part, "step": fine, "final": fine, "batches": None, "guest": None})
+    method = algorithms.get("fedavg")
+    with pytest.raises(Malformed, match=message):
+        program_of(text, method, method, None, small_federation().roster["0"].model)
+
+
+def test_codec_keeps_bits_and_order() -> None:
+    tree = {"b": torch.tensor([1.5, float("nan")]), "a": {"y": torch.tensor(True), "x": torch.arange(3)}, "empty": {}}
+    back = decode(pack({}, it=tree)["trees"]["it"].data)
+    assert list(flatten(back)) == list(flatten(tree)) and encode(back) == encode(tree)
+    assert Rules().quorum == 0
