@@ -14,10 +14,13 @@ from fedloom.core.errors import unknown
 from fedloom.core.trees import Params, Tree, stack
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.loopback import Loopback
+from fedloom.engines.parallel import Parallel, ParallelVectorised
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
 
-ENGINES: Mapping[str, type[AbstractEngine]] = {e.name: e for e in (Sequential, Vectorised, Loopback)}
+ENGINES: Mapping[str, type[AbstractEngine]] = {
+    e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback)
+}
 
 
 def choose(name: str, device: torch.device, models: Iterable[Model], cohort: int) -> tuple[str, str]:

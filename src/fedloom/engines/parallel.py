@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients side by side: the other engines, in processes with one operator thread each, on all cores of a CPU.
+
+Which process runs a client, and how many there are, changes no bit of what it gives. What is asked of a client is
+prepared, checked and remembered by the parent as on every engine; a process only runs the client's program.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Algorithm, Program
+from fedloom.core.trees import ClientId, PerClient, Tree, stack
+from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
+from fedloom.engines.sequential import Sequential
+from fedloom.engines.vectorised import Vectorised
+from fedloom.engines.workers import Lost, Workers, cores, possible
+
+PROGRAMS = 8
+"""Programs that workers are kept for; one more, and they are forked anew."""
+
+
+class AbstractParallel(AbstractEngine):
+    """Another engine's ``run_group``, for parts of the group side by side."""
+
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self.processes = cores()
+        self._workers: Workers | None = None
+        self._programs: list[Program] = []
+        self._worker_data: Federation | None = None
+
+    @abc.abstractmethod
+    def part(self, client: ClientId) -> int:
+        """How many clients like this one make a part. It must not depend on the machine."""
+
+    @abc.abstractmethod
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """The other engine's ``run_group``."""
+
+    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractEngine.run_group``; of several parts, clients that fail are written down here."""
+        size = self.part(clients[0])
+        parts = [clients[start : start + size] for start in range(0, len(clients), size)]
+        if len(parts) == 1:
+            with _one_thread():
+                return self.run_part(program, clients, shared, mine)
+        workers = self._ready(program)
+        outcomes = (
+            self._everywhere(workers, program, parts, shared, mine)
+            if workers
+            else (outcome for part in parts for outcome in self._attempt(program, list(part), shared, mine))
+        )
+        replies: list[tuple[Sequence[ClientId], Tree]] = []
+        memories: list[tuple[Sequence[ClientId], Tree]] = []
+        for outcome in outcomes:
+            replies += outcome.replies.groups
+            memories += outcome.memories.groups
+        return Outcome(self._merge(replies), self._merge(memories))
+
+    def _everywhere(
+        self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
+    ) -> Iterator[Outcome]:
+        """The outcomes of the parts. A part whose worker is lost is tried again client by client, then given up."""
+
+        def prepare(part: Sequence[ClientId]) -> tuple[Any, Tree]:
+            memory = stack([self.recall(client) for client in part])
+            note = (self._programs.index(program), self._stage, self._asks, tuple(part))
+            return note, {"shared": shared, "mine": mine.pick(part), "memory": memory}
+
+        again: list[Sequence[ClientId]] = []
+        for part, result in workers.run(parts, prepare):
+            if not isinstance(result, Lost):
+                (shapes, dropped), tree = result
+                self.books.dropped += [Dropped(*fields) for fields in dropped]
+                yield _received(shapes, tree)
+            elif len(part) > 1:
+                again += [(client,) for client in part]
+            else:
+                self.books.dropped.append(Dropped(part[0], program.name, result.why))
+        if again:
+            yield from self._everywhere(workers, program, again, shared, mine)
+
+    def _ready(self, program: Program) -> Workers | None:
+        """Workers that know the program and the data; None where there cannot be any."""
+        if self.processes == 1 or not possible():
+            return None
+        known = program in self._programs and self._worker_data is self.federation
+        if self._workers is None or self._workers.closed or not known:
+            if self._workers is not None:
+                self._workers.close()
+            if program not in self._programs:
+                self._programs = [*self._programs[1 - PROGRAMS :], program]
+            self._worker_data = self.federation
+            try:
+                # a weak reference: workers end when the engine is forgotten
+                self._workers = Workers(self.processes, partial(_work, weakref.ref(self)))
+            except OSError as error:
+                self.processes = 1
+                self.notes.append(f"clients run one after another, in this process: {error}")
+                return None
+        return self._workers
+
+
+def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[Any, Tree]:
+    """What a worker does with a part, in its own copy of the engine."""
+    engine = owner()
+    assert engine is not None
+    which, stage, asks, part = note
+    engine.begin(stage)
+    remembered = PerClient([(part, tree["memory"])])
+    engine.memory = {client: remembered[client] for client in part}
+    engine._asks = asks
+    mine = PerClient([(part, tree["mine"])])
+    outcomes = engine._attempt(engine._programs[which], list(part), tree["shared"], mine)
+    return _sent(outcomes, [tuple(dropped) for dropped in engine.books.dropped])
+
+
+class Parallel(AbstractParallel, Sequential):
+    """One client at a time on every core; the bits are those of ``sequential`` with one operator thread."""
+
+    name = "parallel"
+
+    def part(self, client: ClientId) -> int:
+        """As ``AbstractParallel.part``."""
+        return 1
+
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractParallel.run_part``."""
+        return Sequential.run_group(self, program, clients, shared, mine)
+
+
+class ParallelVectorised(AbstractParallel, Vectorised):
+    """One batched part of the cohort at a time on every core, small enough to stay in a core's cache."""
+
+    name = "parallel_vectorised"
+
+    def part(self, client: ClientId) -> int:
+        """As ``AbstractParallel.part``."""
+        return part_size(self.federation.roster[client].model.size)
+
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractParallel.run_part``."""
+        return Vectorised.run_group(self, program, clients, shared, mine)
+
+
+CACHED_PARAMETERS = 1 << 21
+"""Parameters of the clients of a part, together: a few times 8 MiB is what a step goes through."""
+
+
+def part_size(parameters: int) -> int:
+    """How many models of that size are stepped together."""
+    return max(1, min(32, CACHED_PARAMETERS // max(1, parameters)))
+
+
+def _sent(outcomes: Sequence[Outcome], dropped: list[tuple[Any, ...]]) -> tuple[Any, Tree]:
+    """Outcomes as a worker sends them: who is in which stack, and the stacks."""
+    kinds = {"replies": [o.replies for o in outcomes], "memories": [o.memories for o in outcomes]}
+    groups = {kind: [group for per_client in found for group in per_client.groups] for kind, found in kinds.items()}
+    members = {kind: [clients for clients, _ in found] for kind, found in groups.items()}
+    stacks = {kind: {str(i): tree for i, (_, tree) in enumerate(found)} for kind, found in groups.items()}
+    return (members, dropped), stacks
+
+
+def _received(members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree) -> Outcome:
+    """What ``_sent`` was given, as one outcome."""
+    found = {
+        kind: PerClient((clients, stacks.get(kind, {}).get(str(i), {})) for i, clients in enumerate(groups))
+        for kind, groups in members.items()
+    }
+    return Outcome(found["replies"], found["memories"])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operators as a worker runs them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
