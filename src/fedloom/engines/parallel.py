@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,17 +46,14 @@ class AbstractParallel(AbstractEngine):
         """The other engine's ``run_group``."""
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractEngine.run_group``; of several parts, clients that fail are written down here."""
+        """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
         size = self.part(clients[0])
         parts = [clients[start : start + size] for start in range(0, len(clients), size)]
-        if len(parts) == 1:
-            with _one_thread():
-                return self.run_part(program, clients, shared, mine)
-        workers = self._ready(program)
+        workers = self._ready(program) if len(parts) > 1 else None
         outcomes = (
             self._everywhere(workers, program, parts, shared, mine)
             if workers
-            else (outcome for part in parts for outcome in self._attempt(program, list(part), shared, mine))
+            else (self._here(program, part, shared, mine) for part in parts)
         )
         replies: list[tuple[Sequence[ClientId], Tree]] = []
         memories: list[tuple[Sequence[ClientId], Tree]] = []
@@ -65,6 +61,15 @@ class AbstractParallel(AbstractEngine):
             replies += outcome.replies.groups
             memories += outcome.memories.groups
         return Outcome(self._merge(replies), self._merge(memories))
+
+    def _here(self, program: Program, part: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """A part in this process, as a worker would run it."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.run_part(program, part, shared, mine)
+        finally:
+            torch.set_num_threads(before)
 
     def _everywhere(
         self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
@@ -79,9 +84,11 @@ class AbstractParallel(AbstractEngine):
         again: list[Sequence[ClientId]] = []
         for part, result in workers.run(parts, prepare):
             if not isinstance(result, Lost):
-                (shapes, dropped), tree = result
+                (members, dropped, notes), tree = result
                 self.books.dropped += [Dropped(*fields) for fields in dropped]
-                yield _received(shapes, tree)
+                for text in notes:
+                    self._note(text)
+                yield _received(members, tree)
             elif len(part) > 1:
                 again += [(client,) for client in part]
             else:
@@ -118,10 +125,11 @@ def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[
     engine.begin(stage)
     remembered = PerClient([(part, tree["memory"])])
     engine.memory = {client: remembered[client] for client in part}
-    engine._asks = asks
+    engine._asks, engine.notes = asks, []
     mine = PerClient([(part, tree["mine"])])
     outcomes = engine._attempt(engine._programs[which], list(part), tree["shared"], mine)
-    return _sent(outcomes, [tuple(dropped) for dropped in engine.books.dropped])
+    members, stacks = _sent(outcomes)
+    return (members, [tuple(dropped) for dropped in engine.books.dropped], engine.notes), stacks
 
 
 class Parallel(AbstractParallel, Sequential):
@@ -161,13 +169,13 @@ def part_size(parameters: int) -> int:
     return max(1, min(32, CACHED_PARAMETERS // max(1, parameters)))
 
 
-def _sent(outcomes: Sequence[Outcome], dropped: list[tuple[Any, ...]]) -> tuple[Any, Tree]:
+def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:
     """Outcomes as a worker sends them: who is in which stack, and the stacks."""
     kinds = {"replies": [o.replies for o in outcomes], "memories": [o.memories for o in outcomes]}
     groups = {kind: [group for per_client in found for group in per_client.groups] for kind, found in kinds.items()}
     members = {kind: [clients for clients, _ in found] for kind, found in groups.items()}
     stacks = {kind: {str(i): tree for i, (_, tree) in enumerate(found)} for kind, found in groups.items()}
-    return (members, dropped), stacks
+    return members, stacks
 
 
 def _received(members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree) -> Outcome:
@@ -177,14 +185,3 @@ def _received(members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree) -> O
         for kind, groups in members.items()
     }
     return Outcome(found["replies"], found["memories"])
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operators as a worker runs them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
