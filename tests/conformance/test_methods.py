@@ -17,8 +17,8 @@ from fedloom.core.contract import Algorithm, Cohort
 from fedloom.core.errors import NeedsError, RoundError
 from fedloom.core.trees import PerClient, Tree, faults, flatten, leaves, num_bytes
 from fedloom.core.wire import decode, encode
-from fedloom.engines import parallel
 from fedloom.engines.auto import ENGINES
+from fedloom.engines.parallel import ParallelVectorised
 from fedloom.metrics.evaluation import evaluate
 from fedloom.runs.options import RunOptions
 
@@ -53,7 +53,7 @@ def fingerprint(tree: Tree) -> str:
 def test_vectorised_gives_what_sequential_gives(
     algorithm: Algorithm, models: tuple[str, ...], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "part_size", lambda parameters: 2)
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
     federation = small_federation(models_for(algorithm, *models))
     cohorts = [["0", "1", "2"], ["1", "3", "4"]]
     one, other = (play(algorithm, federation, name, cohorts=cohorts) for name in ("sequential", engine))

@@ -17,7 +17,7 @@ from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
 from fedloom.engines import parallel, workers
 from fedloom.engines.auto import ENGINES
-from fedloom.engines.parallel import part_size
+from fedloom.engines.parallel import ParallelVectorised
 from fedloom.engines.workers import possible
 
 pytestmark = pytest.mark.skipif(not possible(), reason="needs fork")
@@ -46,7 +46,7 @@ def doomed(monkeypatch: pytest.MonkeyPatch, client: str, end: signal.Signals = s
 @pytest.mark.parametrize("engine", PARALLEL)
 @pytest.mark.parametrize("model", ["lenet:kernels=2", "mlp:hidden=5"])
 def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, monkeypatch) -> None:
-    monkeypatch.setattr(parallel, "part_size", lambda parameters: 2)
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
     federation = small_federation((model,), dtype=torch.float32)
     states = []
     for number in (1, 2, 3):
@@ -60,7 +60,7 @@ def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, 
 
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "part_size", lambda parameters: 2)
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
     federation = small_federation()
     doomed(monkeypatch, "3")
     played = play(FEDAVG, federation, engine, rounds=2)
@@ -81,7 +81,7 @@ def test_a_client_that_stands_still_does_not_hang_the_run(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_processes_are_kept_from_round_to_round_and_end_with_the_engine(engine: str, monkeypatch) -> None:
-    monkeypatch.setattr(parallel, "part_size", lambda parameters: 2)
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
     before = children()
     played = play(FEDAVG, small_federation(), engine, rounds=1)
     at_work = children()
@@ -127,7 +127,3 @@ def test_operator_threads_of_this_process_are_left_as_they_were() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_large_models_go_alone_and_small_ones_in_company() -> None:
-    assert [part_size(n) for n in (0, 1000, 79_510, 10**6, 10**9)] == [32, 32, 26, 2, 1]

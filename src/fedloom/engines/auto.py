@@ -17,29 +17,42 @@ from fedloom.engines.loopback import Loopback
 from fedloom.engines.parallel import Parallel, ParallelVectorised
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
+from fedloom.engines.workers import cores, possible
 
 ENGINES: Mapping[str, type[AbstractEngine]] = {
     e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback)
 }
 
 
-def choose(name: str, device: torch.device, models: Iterable[Model], cohort: int) -> tuple[str, str]:
-    """The engine that ``name`` stands for, and why."""
+def choose(
+    name: str, device: torch.device, models: Iterable[Model], cohort: int, workers: int | None = None
+) -> tuple[str, str]:
+    """The engine that ``name`` stands for, and why; ``workers``: processes that there may be, by default the cores."""
     if name != "auto":
         if name not in ENGINES:
             raise unknown("engine", name, ["auto", *ENGINES])
         return name, "as asked"
     distinct = {model.spec: model for model in models}.values()
-    if device.type == "cpu" and cohort == 1:
-        return "sequential", "a cohort of one client has nothing to batch"
-    if device.type == "cpu" and any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
-        return "sequential", "on a CPU, convolutions of many clients at once are no faster than one after another"
-    for model in distinct:
-        if not batchable(model):
-            return "sequential", f"{model.spec} has operations that cannot run for many clients at once"
+    unfit = next((model for model in distinct if not batchable(model)), None)
     if device.type != "cpu":
+        if unfit is not None:
+            return "sequential", f"{unfit.spec} has operations that cannot run for many clients at once"
         return "vectorised", f"on {device.type} a cohort is one batch"
-    return "vectorised", "on a CPU, dense models of many clients are faster in one batch"
+    if cohort == 1:
+        return "sequential", "a cohort of one client has nothing to batch"
+    workers = (workers or cores()) if possible() else 1
+    if unfit is not None:
+        alone = f"{unfit.spec} has operations that cannot run for many clients at once"
+    elif any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
+        alone = "on a CPU, convolutions of many clients at once are no faster than one after another"
+    elif workers > 1 and cohort > ParallelVectorised.part:
+        return (
+            "parallel_vectorised",
+            f"dense models of many clients are faster in batches, side by side on {workers} cores",
+        )
+    else:
+        return "vectorised", "on a CPU, dense models of many clients are faster in one batch"
+    return ("parallel", f"{alone}; side by side on {workers} cores") if workers > 1 else ("sequential", alone)
 
 
 def batchable(model: Any) -> bool:

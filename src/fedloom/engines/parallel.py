@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.func import vmap
 
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Program
+from fedloom.core.contract import Algorithm, Batch, Program
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
+from fedloom.engines.capture import Step
 from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
 from fedloom.engines.sequential import Sequential
+from fedloom.engines.traced import Traces
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import Lost, Workers, cores, possible
 
@@ -30,6 +33,9 @@ PROGRAMS = 8
 class AbstractParallel(AbstractEngine):
     """Another engine's ``run_group``, for parts of the group side by side."""
 
+    part: int
+    """The most clients in a part. Parts do not depend on the machine, and so their bits do not either."""
+
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
         self.processes = cores()
@@ -38,16 +44,13 @@ class AbstractParallel(AbstractEngine):
         self._worker_data: Federation | None = None
 
     @abc.abstractmethod
-    def part(self, client: ClientId) -> int:
-        """How many clients like this one make a part. It must not depend on the machine."""
-
-    @abc.abstractmethod
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """The other engine's ``run_group``."""
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
-        size = self.part(clients[0])
+        number = -(-len(clients) // self.part)
+        size = -(-len(clients) // number)
         parts = [clients[start : start + size] for start in range(0, len(clients), size)]
         workers = self._ready(program) if len(parts) > 1 else None
         outcomes = (
@@ -136,10 +139,7 @@ class Parallel(AbstractParallel, Sequential):
     """One client at a time on every core; the bits are those of ``sequential`` with one operator thread."""
 
     name = "parallel"
-
-    def part(self, client: ClientId) -> int:
-        """As ``AbstractParallel.part``."""
-        return 1
+    part = 1
 
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractParallel.run_part``."""
@@ -150,23 +150,21 @@ class ParallelVectorised(AbstractParallel, Vectorised):
     """One batched part of the cohort at a time on every core, small enough to stay in a core's cache."""
 
     name = "parallel_vectorised"
+    part = 8  # fewer leave the time to the overhead of operations, more do not stay in a core's cache
 
-    def part(self, client: ClientId) -> int:
-        """As ``AbstractParallel.part``."""
-        return part_size(self.federation.roster[client].model.size)
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self._traces = Traces()
+        self._step_of: Hashable = None
 
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractParallel.run_part``."""
+        self._step_of = (program, self.federation.roster[clients[0]].model.spec)
         return Vectorised.run_group(self, program, clients, shared, mine)
 
-
-CACHED_PARAMETERS = 1 << 21
-"""Parameters of the clients of a part, together: a few times 8 MiB is what a step goes through."""
-
-
-def part_size(parameters: int) -> int:
-    """How many models of that size are stepped together."""
-    return max(1, min(32, CACHED_PARAMETERS // max(1, parameters)))
+    def batched(self, step: Step, shared: Tree) -> Callable[[Any, Any, Batch], Any]:
+        """As ``Vectorised.batched``, traced when there is enough of it."""
+        return partial(self._traces.call, self._step_of, vmap(step, in_dims=(None, 0, 0, 0)), shared)
 
 
 def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:

@@ -26,12 +26,18 @@ from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import ClientId, Tree, flatten, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.engine import AbstractEngine
+from fedloom.engines.parallel import AbstractParallel
+from fedloom.engines.workers import cores
 from fedloom.metrics.evaluation import Score, evaluate
 from fedloom.metrics.summary import summarise
 from fedloom.metrics.unseen import evaluate_handed_on
 from fedloom.models.model import Model
 from fedloom.models.spec import import_path, parse
 from fedloom.runs.options import RunOptions
+
+MOST_THREADS = 8
+"""More threads than this wait for each other: operators of small models are short."""
 
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
@@ -85,15 +91,15 @@ class Simulation:
         if options.adapt == "prior":
             self.algorithm = with_prior(self.base, Privacy(options.adapt_clip, options.adapt_noise))
         options = resolve(options, arrays)
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads or min(torch.get_num_threads(), cores(), MOST_THREADS))
         set_precision(options.precision)
         self.partition = split(options, arrays)
         self.federation = _federation(options, arrays, self.partition)
         participants = self.federation.participants
         cohort = min(options.cohort or self.algorithm.cohort, len(participants))
         models = self.federation.models.values()
-        engine, self.engine_reason = choose(options.engine, self.federation.device, models, cohort)
+        workers = options.workers or cores()
+        engine, self.engine_reason = choose(options.engine, self.federation.device, models, cohort, workers)
         device = str(self.federation.device)
         self.options = replace(
             options,
@@ -115,7 +121,7 @@ class Simulation:
         violations = self.algorithm.needs.violations(self.setup, self.algorithm.name)
         if violations:
             raise NeedsError(" ".join(violations))
-        self.engine = ENGINES[engine](self.federation, self.algorithm, config, options.seed)
+        self.engine = self._engine(self.federation)
         self.state = self.algorithm.init(self.setup)
         self.round = 0
         self._memories: dict[Any, dict[str, torch.Tensor]] = {}
@@ -258,7 +264,7 @@ class Simulation:
         joined = copy.copy(self)
         joined.federation = self.federation.joined_by(newcomer, model, x, y)
         joined.setup = replace(self.setup, models=joined.federation.models)
-        joined.engine = type(self.engine)(joined.federation, self.algorithm, self.config, self.options.seed)
+        joined.engine = self._engine(joined.federation)
         joined.engine.memory = dict(self.engine.memory)
         return joined
 
@@ -302,6 +308,12 @@ class Simulation:
         self.state = self.algorithm.state(**_to(state, device))
         self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
         self.round = round
+
+    def _engine(self, federation: Federation) -> AbstractEngine:
+        engine = ENGINES[self.options.engine](federation, self.algorithm, self.config, self.options.seed)
+        if isinstance(engine, AbstractParallel) and self.options.workers:
+            engine.processes = self.options.workers
+        return engine
 
     def _first_memory(self, model: contract.Model) -> dict[str, torch.Tensor]:
         """What a client with this model begins with: for its shapes."""
