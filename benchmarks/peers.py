@@ -65,14 +65,14 @@ def write_data(path: Path, clients: int, samples: int) -> None:
     torch.save({"x": torch.from_numpy(arrays.x[rows]).float(), "y": torch.from_numpy(arrays.y[rows]).long()}, path)
 
 
-def one_start(command: list[str | Path], environment: dict[str, str]) -> list[float]:
-    """Run a contender; the seconds of its rounds."""
+def one_start(command: list[str | Path], environment: dict[str, str]) -> tuple[list[float], float]:
+    """Run a contender; the seconds of its rounds, and the loss it reached."""
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     told = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not told:
         raise SystemExit(f"{' '.join(map(str, command))} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    seconds: list[float] = json.loads(told[-1])["seconds"]
-    return seconds
+    result = json.loads(told[-1])
+    return result["seconds"], result["loss"]
 
 
 def main() -> None:
@@ -112,17 +112,20 @@ def main() -> None:
         ]
         for network in chosen.networks:
             seconds: dict[str, list[float]] = {name: [] for name in contenders}
+            loss: dict[str, float] = {}
             for _ in range(chosen.repeats):
                 for name, (command, environment) in contenders.items():
-                    seconds[name] += one_start([*command, f"--network={network}", f"--data={data}", *work], environment)
-            show(network, {n: chosen.clients * samples / statistics.median(s) for n, s in seconds.items()})
+                    told = one_start([*command, f"--network={network}", f"--data={data}", *work], environment)
+                    seconds[name] += told[0]
+                    loss[name] = told[1]
+            show(network, {n: chosen.clients * samples / statistics.median(s) for n, s in seconds.items()}, loss)
 
 
-def show(network: str, speed: dict[str, float]) -> None:
-    """A table of samples per second, and what fedloom's are of the better setting of each peer."""
-    print(f"\n{network:8s}{'':26s}{'samples/s':>12s}{'fedloom is':>12s}")
+def show(network: str, speed: dict[str, float], loss: dict[str, float]) -> None:
+    """Samples per second, what fedloom's are of the better setting of each peer, and the loss, which must be alike."""
+    print(f"\n{network:8s}{'':26s}{'samples/s':>12s}{'fedloom is':>12s}{'loss':>9s}")
     for name, value in speed.items():
-        print(f"{'':8s}{name:26s}{value:12,.0f}{speed['fedloom'] / value:11.2f}x")
+        print(f"{'':8s}{name:26s}{value:12,.0f}{speed['fedloom'] / value:11.2f}x{loss[name]:9.4f}")
     for peer in ("flwr", "pfl"):
         ratio = speed["fedloom"] / max(value for name, value in speed.items() if name.startswith(peer))
         print(f"{'':8s}of {peer} at its best: {ratio:.2f}x (goal {GOALS[network, peer]}x)", flush=True)

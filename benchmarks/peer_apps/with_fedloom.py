@@ -35,7 +35,7 @@ def main() -> None:
     stored = torch.load(chosen.data, weights_only=True)
     stamp = Stamp()
     with tempfile.TemporaryDirectory() as folder:
-        fedloom.run(
+        run = fedloom.run(
             "fedavg",
             dataset=(stored["x"].numpy(), stored["y"].numpy()),
             model=NAMES[chosen.network],
@@ -56,7 +56,7 @@ def main() -> None:
             clip=0.0,
             workers=chosen.workers,
         )
-    tell(stamp.stamps[:-1])
+        tell(stamp.stamps[:-1], run.model(0), chosen)
 
 
 if __name__ == "__main__":

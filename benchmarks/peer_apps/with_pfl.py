@@ -73,7 +73,7 @@ def main() -> None:
         callbacks=[stamp],
     )
     if pytorch_ops.distributed.global_rank == 0:
-        tell(stamp.stamps)
+        tell(stamp.stamps, network, chosen)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,8 @@ def test_all_failing_is_said_with_the_last_reason() -> None:
 @pytest.mark.parametrize(
     ("names", "cohort", "workers", "engine"),
     [
-        (["mlp"], 10, 1, "vectorised"),
-        (["mlp"], 10, 2, "vectorised"),
-        (["mlp"], 100, 1, "vectorised"),
-        (["mlp"], 100, 2, "parallel_vectorised"),
+        (["mlp"], 2, 1, "parallel_vectorised"),
+        (["mlp"], 2, 2, "parallel_vectorised"),
         (["mlp"], 1, 8, "sequential"),
         (["lenet"], 1, 8, "sequential"),
         (["lenet"], 2, 1, "sequential"),
@@ -132,8 +130,9 @@ def test_auto_chooses_by_a_rule_and_says_why(
     models = [Model(parse(name, (1, 16, 16), 3)) for name in names]
     chosen, why = choose("auto", torch.device("cpu"), models, cohort, workers)
     assert chosen == engine and len(why) > 20
+    assert ("side by side" in why) == (workers > 1 and cohort > 1)
     monkeypatch.setattr(auto, "possible", lambda: False)
-    assert "parallel" not in choose("auto", torch.device("cpu"), models, cohort, workers)[0]
+    assert "side by side" not in choose("auto", torch.device("cpu"), models, cohort, workers)[1]
 
 
 def test_auto_on_a_gpu_and_an_engine_by_name() -> None:

@@ -32,27 +32,21 @@ def choose(
         if name not in ENGINES:
             raise unknown("engine", name, ["auto", *ENGINES])
         return name, "as asked"
-    distinct = {model.spec: model for model in models}.values()
-    unfit = next((model for model in distinct if not batchable(model)), None)
-    if device.type != "cpu":
-        if unfit is not None:
-            return "sequential", f"{unfit.spec} has operations that cannot run for many clients at once"
-        return "vectorised", f"on {device.type} a cohort is one batch"
-    if cohort == 1:
+    if device.type == "cpu" and cohort == 1:
         return "sequential", "a cohort of one client has nothing to batch"
-    workers = (workers or cores()) if possible() else 1
-    if unfit is not None:
-        alone = f"{unfit.spec} has operations that cannot run for many clients at once"
-    elif any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
+    distinct = {model.spec: model for model in models}.values()
+    workers = (workers or cores()) if possible() and device.type == "cpu" else 1
+    beside = f", side by side on {workers} cores" if workers > 1 else ""
+    alone = None
+    if device.type == "cpu" and any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
         alone = "on a CPU, convolutions of many clients at once are no faster than one after another"
-    elif workers > 1 and cohort > ParallelVectorised.part:
-        return (
-            "parallel_vectorised",
-            f"dense models of many clients are faster in batches, side by side on {workers} cores",
-        )
-    else:
-        return "vectorised", "on a CPU, dense models of many clients are faster in one batch"
-    return ("parallel", f"{alone}; side by side on {workers} cores") if workers > 1 else ("sequential", alone)
+    elif unfit := next((model for model in distinct if not batchable(model)), None):
+        alone = f"{unfit.spec} has operations that cannot run for many clients at once"
+    if alone:
+        return "parallel" if workers > 1 else "sequential", alone + beside
+    if device.type == "cpu":
+        return "parallel_vectorised", f"on a CPU, dense models are faster in batches of a few clients{beside}"
+    return "vectorised", f"on {device.type} a cohort is one batch"
 
 
 def batchable(model: Any) -> bool:

@@ -11,6 +11,7 @@ import abc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ class AbstractParallel(AbstractEngine):
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
         number = -(-len(clients) // self.part)
-        size = -(-len(clients) // number)
-        parts = [clients[start : start + size] for start in range(0, len(clients), size)]
+        cuts = [len(clients) * i // number for i in range(number + 1)]
+        parts = [clients[start:stop] for start, stop in pairwise(cuts)]
         workers = self._ready(program) if len(parts) > 1 else None
         outcomes = (
             self._everywhere(workers, program, parts, shared, mine)

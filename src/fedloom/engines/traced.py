@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-TRACE_AFTER = 20
-"""Calls of a kind before it is traced, which costs as much as a few dozen of them."""
+TRACE_AFTER = 100
+"""Calls of a kind before it is traced, which costs about as much."""
 
 _VIEWS = {
     torch.ops.aten.expand.default,
