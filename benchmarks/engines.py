@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines against a plain PyTorch loop, as ratios in one run: local training of FedAvg, no evaluation.
 
-    python benchmarks/engines.py [--clients 50] [--steps 20] [--batch 32] [--repeats 5] [--threads 1]
+    python benchmarks/engines.py [--clients 100] [--steps 20] [--batch 32] [--repeats 5] [--threads 1]
 
 The contenders take turns, round by round, so that other work on the machine meets all of them; medians are compared.
+Operator threads are those of the plain loop and of the engines in one process; workers have one each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fedloom.clients.partition import partition
 from fedloom.core.contract import Cohort, Setup
 from fedloom.core.task import CLASSIFICATION
 from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 
@@ -62,20 +64,21 @@ def contenders(model_name: str, clients: int, steps: int, batch: int) -> tuple[d
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 50.0)
                 optimiser.step()
 
-    rounds = {"plain loop": plain, "sequential": with_engine("sequential"), "vectorised": with_engine("vectorised")}
+    names = ("sequential", "parallel", "vectorised", "parallel_vectorised")
+    rounds = {"plain loop": plain, **{name: with_engine(name) for name in names}}
     return rounds, choose("auto", federation.device, [model], clients)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("clients", 50), ("steps", 20), ("batch", 32), ("repeats", 5), ("threads", 1)):
+    for name, default in (("clients", 100), ("steps", 20), ("batch", 32), ("repeats", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     samples = options.clients * options.steps * options.batch
-    print(f"torch {torch.__version__}, {options.threads} threads, {options.clients} clients x {options.steps} steps "
-          f"x {options.batch} samples, median of {options.repeats}")  # fmt: skip
-    print(f"{'model':16s}{'way':14s}{'samples/s':>12s}{'of plain':>10s}{'of sequential':>15s}   auto takes")
+    print(f"torch {torch.__version__}, {cores()} cores, {options.threads} operator threads, {options.clients} clients "
+          f"x {options.steps} steps x {options.batch} samples, median of {options.repeats}")  # fmt: skip
+    print(f"{'model':16s}{'way':21s}{'samples/s':>12s}{'of plain':>10s}{'of sequential':>15s}   auto takes")
     for model in ("mlp:hidden=100", "lenet"):
         rounds, chosen = contenders(model, options.clients, options.steps, options.batch)
         seconds: dict[str, list[float]] = {name: [] for name in rounds}
@@ -83,13 +86,13 @@ def main() -> None:
             for name, one_round in rounds.items():
                 start = time.perf_counter()
                 one_round(repeat)
-                if repeat:  # the first round warms up
+                if repeat:  # the first round warms up, and traces
                     seconds[name].append(time.perf_counter() - start)
         speed = {name: samples / statistics.median(taken) for name, taken in seconds.items()}
         for name, value in speed.items():
             mark = "<-" if name == chosen else ""
             ratios = (value / speed["plain loop"], value / speed["sequential"])
-            print(f"{model:16s}{name:14s}{value:12,.0f}{ratios[0]:9.2f}x{ratios[1]:14.2f}x   {mark}")
+            print(f"{model:16s}{name:21s}{value:12,.0f}{ratios[0]:9.2f}x{ratios[1]:14.2f}x   {mark}")
 
 
 if __name__ == "__main__":

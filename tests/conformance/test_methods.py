@@ -18,6 +18,7 @@ from fedloom.core.errors import NeedsError, RoundError
 from fedloom.core.trees import PerClient, Tree, faults, flatten, leaves, num_bytes
 from fedloom.core.wire import decode, encode
 from fedloom.engines.auto import ENGINES
+from fedloom.engines.parallel import ParallelVectorised
 from fedloom.metrics.evaluation import evaluate
 from fedloom.runs.options import RunOptions
 
@@ -48,20 +49,25 @@ def fingerprint(tree: Tree) -> str:
 @pytest.mark.parametrize(
     "models", [SMALL, ("testnets:Normed",), ("testnets:Dropping",)], ids=["plain", "batchnorm", "dropout"]
 )
-def test_vectorised_gives_what_sequential_gives(algorithm: Algorithm, models: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("engine", ["vectorised", "parallel_vectorised"])
+def test_vectorised_gives_what_sequential_gives(
+    algorithm: Algorithm, models: tuple[str, ...], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
     federation = small_federation(models_for(algorithm, *models))
     cohorts = [["0", "1", "2"], ["1", "3", "4"]]
-    one, other = (play(algorithm, federation, engine, cohorts=cohorts) for engine in ("sequential", "vectorised"))
+    one, other = (play(algorithm, federation, name, cohorts=cohorts) for name in ("sequential", engine))
     assert gap(everything(one), everything(other)) < 1e-9
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 99])
-def test_loopback_gives_the_bits_of_sequential(algorithm: Algorithm, batch_size: int) -> None:
+@pytest.mark.parametrize("engine", ["loopback", "parallel"])
+def test_the_bits_are_those_of_sequential(algorithm: Algorithm, batch_size: int, engine: str) -> None:
     federation = small_federation(models_for(algorithm, *SMALL))
     cohorts = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]
     one, other = (
-        play(algorithm, federation, engine, rounds=3, cohorts=cohorts, batch_size=batch_size, local_epochs=1)
-        for engine in ("sequential", "loopback")
+        play(algorithm, federation, name, rounds=3, cohorts=cohorts, batch_size=batch_size, local_epochs=1)
+        for name in ("sequential", engine)
     )
     assert gap(everything(one), everything(other)) == 0.0
 

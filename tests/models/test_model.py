@@ -478,3 +478,46 @@ def test_training_in_bfloat16_is_near_and_keeps_parameters_gradients_and_statist
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0.05, atol=0.05)
     for one, other in zip(results[0][1], results[1][1]):
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+
+
+class Viewing(nn.Module):
+    """Counts on the layout of its activations, as much code does."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(input_shape[0], 3, 3), nn.Linear(3 * 16, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.conv(x).view(-1, 3 * 16))
+
+
+class Layout(Viewing):
+    """Notes the layout of its activations."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if torch._C._functorch.maybe_current_level() is None:  # under vmap it cannot be asked
+            self.seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return self.out(x.flatten(1))
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, True), (torch.float64, False)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_images_have_their_channels_last_on_a_cpu(channels: int, dtype: torch.dtype, last: bool) -> None:
+    model = model_of(Layout, (channels, 6, 6), dtype=dtype)
+    params, x = model.init(0), torch.randn(4, channels, 6, 6, dtype=dtype)
+    Layout.seen.clear()
+    trained = model.train(params, {}, x, torch.ones(4, dtype=torch.bool), KEY)[0]
+    assert [*Layout.seen] == [last]
+    assert model(params, {}, x).equal(trained) and Layout.seen == [last, last]
+    torch.testing.assert_close(trained, model.module(params, {})(x))
+    stacked = vmap(model, in_dims=(None, None, 0))(params, {}, torch.stack([x, x]))
+    torch.testing.assert_close(stacked[1], trained)
+
+
+def test_a_network_that_counts_on_its_layout_keeps_it() -> None:
+    model = model_of(Viewing, (2, 6, 6), dtype=torch.float32)
+    params, x = model.init(0), torch.randn(4, 2, 6, 6)
+    assert model(params, {}, x).equal(model.module(params, {})(x))

@@ -14,29 +14,39 @@ from fedloom.core.errors import unknown
 from fedloom.core.trees import Params, Tree, stack
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.loopback import Loopback
+from fedloom.engines.parallel import Parallel, ParallelVectorised
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
+from fedloom.engines.workers import cores, possible
 
-ENGINES: Mapping[str, type[AbstractEngine]] = {e.name: e for e in (Sequential, Vectorised, Loopback)}
+ENGINES: Mapping[str, type[AbstractEngine]] = {
+    e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback)
+}
 
 
-def choose(name: str, device: torch.device, models: Iterable[Model], cohort: int) -> tuple[str, str]:
-    """The engine that ``name`` stands for, and why."""
+def choose(
+    name: str, device: torch.device, models: Iterable[Model], cohort: int, workers: int | None = None
+) -> tuple[str, str]:
+    """The engine that ``name`` stands for, and why; ``workers``: processes that there may be, by default the cores."""
     if name != "auto":
         if name not in ENGINES:
             raise unknown("engine", name, ["auto", *ENGINES])
         return name, "as asked"
-    distinct = {model.spec: model for model in models}.values()
     if device.type == "cpu" and cohort == 1:
         return "sequential", "a cohort of one client has nothing to batch"
+    distinct = {model.spec: model for model in models}.values()
+    workers = (workers or cores()) if possible() and device.type == "cpu" else 1
+    beside = f", side by side on {workers} cores" if workers > 1 else ""
+    alone = None
     if device.type == "cpu" and any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
-        return "sequential", "on a CPU, convolutions of many clients at once are no faster than one after another"
-    for model in distinct:
-        if not batchable(model):
-            return "sequential", f"{model.spec} has operations that cannot run for many clients at once"
-    if device.type != "cpu":
-        return "vectorised", f"on {device.type} a cohort is one batch"
-    return "vectorised", "on a CPU, dense models of many clients are faster in one batch"
+        alone = "on a CPU, convolutions of many clients at once are no faster than one after another"
+    elif unfit := next((model for model in distinct if not batchable(model)), None):
+        alone = f"{unfit.spec} has operations that cannot run for many clients at once"
+    if alone:
+        return "parallel" if workers > 1 else "sequential", alone + beside
+    if device.type == "cpu":
+        return "parallel_vectorised", f"on a CPU, dense models are faster in batches of a few clients{beside}"
+    return "vectorised", f"on {device.type} a cohort is one batch"
 
 
 def batchable(model: Any) -> bool:

@@ -7,7 +7,7 @@ clients still at work cost and none is masked away. Batches that are not full ar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,12 +81,16 @@ class Vectorised(AbstractEngine):
                 return after
         return self._steps(plan, step, shared, facts, carry)
 
+    def batched(self, step: Step, shared: Tree) -> Callable[[Facts, Any, Batch], Any]:
+        """A step for the clients of a group at once."""
+        return vmap(partial(step, shared))
+
     def _steps(self, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any) -> Any:
         """Step by step; the carries of clients that are done are set aside."""
         device = self.federation.device
         rows, sizes = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.sizes).to(device)
         epochs = torch.from_numpy(plan.epochs).to(device)
-        stepped = vmap(partial(step, shared))
+        stepped = self.batched(step, shared)
         done: list[Any] = []
         working = len(facts[0])
         for t, active in enumerate(plan.active.tolist()):

@@ -36,10 +36,20 @@ class RunOptions:
     adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
     rounds: int = option(100, "Rounds of training.", low=0)
     cohort: int = option(0, "Clients asked in a round; 0: as many as the method's paper does.", low=0)
-    engine: str = option("auto", "auto, sequential, vectorised, loopback, or flower-sim: on Ray, by Flower.")
+    engine: str = option(
+        "auto",
+        "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, or flower-sim: on "
+        "Ray, by Flower (see docs/performance.md).",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(
-        0, "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice.", low=0, high=1024
+        0,
+        "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice, at most 8.",
+        low=0,
+        high=1024,
+    )
+    workers: int = option(
+        0, "Processes of the parallel engines, on which no bit depends; 0: one per core.", low=0, high=1024
     )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     precision: Literal["exact", "tf32", "bf16"] = option(

@@ -14,18 +14,24 @@ import torch
 from fedloom.clients.federation import Federation, federate
 from fedloom.clients.partition import Partition, partition
 from fedloom.clients.shift import apply_shift
-from fedloom.core.contract import Sent
+from fedloom.core.contract import Algorithm, Sent
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import ClientId
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.engine import AbstractEngine
+from fedloom.engines.parallel import AbstractParallel
+from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
+
+MOST_THREADS = 8
+"""More threads than this wait for each other: operators of small models are short."""
 
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
@@ -67,14 +73,14 @@ class Simulation(Trainer):
     def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
         algorithm, self.arrays = algorithm_of(method, options), arrays
         options = resolve(options, arrays)
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads or min(torch.get_num_threads(), cores(), MOST_THREADS))
         set_precision(options.precision)
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
         participants = federation.participants
         cohort = min(options.cohort or algorithm.cohort, len(participants))
-        name, reason = choose(options.engine, federation.device, federation.models.values(), cohort)
+        workers = options.workers or cores()
+        name, reason = choose(options.engine, federation.device, federation.models.values(), cohort, workers)
         options = replace(
             options,
             clients=len(participants),
@@ -83,7 +89,7 @@ class Simulation(Trainer):
             device=str(federation.device),
             threads=torch.get_num_threads(),
         )
-        engine = ENGINES[name](federation, algorithm, config, options.seed)
+        engine = _engine(name, federation, algorithm, config, options)
         super().__init__(method, algorithm, options, config, federation, engine, reason)
         self.notes = self.partition.notes
 
@@ -111,9 +117,18 @@ class Simulation(Trainer):
         joined = copy.copy(self)
         joined.federation = self.federation.joined_by(newcomer, model, x, y)
         joined.setup = replace(self.setup, models=joined.federation.models)
-        joined.engine = type(self.engine)(joined.federation, self.algorithm, self.config, self.options.seed)
+        joined.engine = _engine(self.options.engine, joined.federation, self.algorithm, self.config, self.options)
         joined.engine.memory = dict(self.engine.memory)
         return joined
+
+
+def _engine(
+    name: str, federation: Federation, algorithm: Algorithm, config: Any, options: RunOptions
+) -> AbstractEngine:
+    engine = ENGINES[name](federation, algorithm, config, options.seed)
+    if isinstance(engine, AbstractParallel) and options.workers:
+        engine.processes = options.workers
+    return engine
 
 
 def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients side by side: the other engines, in processes with one operator thread each, on all cores of a CPU.
+
+Which process runs a client, and how many there are, changes no bit of what it gives. What is asked of a client is
+prepared, checked and remembered by the parent as on every engine; a process only runs the client's program.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.func import vmap
+
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Algorithm, Batch, Program
+from fedloom.core.trees import ClientId, PerClient, Tree, stack
+from fedloom.engines.capture import Step
+from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
+from fedloom.engines.sequential import Sequential
+from fedloom.engines.traced import Traces
+from fedloom.engines.vectorised import Vectorised
+from fedloom.engines.workers import Lost, Workers, cores, possible
+
+PROGRAMS = 8
+"""Programs that workers are kept for; one more, and they are forked anew."""
+
+
+class AbstractParallel(AbstractEngine):
+    """Another engine's ``run_group``, for parts of the group side by side."""
+
+    part: int
+    """The most clients in a part. Parts do not depend on the machine, and so their bits do not either."""
+
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self.processes = cores()
+        self._workers: Workers | None = None
+        self._programs: list[Program] = []
+        self._worker_data: Federation | None = None
+
+    @abc.abstractmethod
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """The other engine's ``run_group``."""
+
+    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
+        number = -(-len(clients) // self.part)
+        cuts = [len(clients) * i // number for i in range(number + 1)]
+        parts = [clients[start:stop] for start, stop in pairwise(cuts)]
+        workers = self._ready(program) if len(parts) > 1 else None
+        outcomes = (
+            self._everywhere(workers, program, parts, shared, mine)
+            if workers
+            else (self._here(program, part, shared, mine) for part in parts)
+        )
+        replies: list[tuple[Sequence[ClientId], Tree]] = []
+        memories: list[tuple[Sequence[ClientId], Tree]] = []
+        for outcome in outcomes:
+            replies += outcome.replies.groups
+            memories += outcome.memories.groups
+        return Outcome(self._merge(replies), self._merge(memories))
+
+    def _here(self, program: Program, part: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """A part in this process, as a worker would run it."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.run_part(program, part, shared, mine)
+        finally:
+            torch.set_num_threads(before)
+
+    def _everywhere(
+        self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
+    ) -> Iterator[Outcome]:
+        """The outcomes of the parts. A part whose worker is lost is tried again client by client, then given up."""
+
+        def prepare(part: Sequence[ClientId]) -> tuple[Any, Tree]:
+            memory = stack([self.recall(client) for client in part])
+            note = (self._programs.index(program), self._stage, self._asks, tuple(part))
+            return note, {"shared": shared, "mine": mine.pick(part), "memory": memory}
+
+        again: list[Sequence[ClientId]] = []
+        for part, result in workers.run(parts, prepare):
+            if not isinstance(result, Lost):
+                (members, dropped, notes), tree = result
+                self.books.dropped += [Dropped(*fields) for fields in dropped]
+                for text in notes:
+                    self._note(text)
+                yield _received(members, tree)
+            elif len(part) > 1:
+                again += [(client,) for client in part]
+            else:
+                self.books.dropped.append(Dropped(part[0], program.name, result.why))
+        if again:
+            yield from self._everywhere(workers, program, again, shared, mine)
+
+    def _ready(self, program: Program) -> Workers | None:
+        """Workers that know the program and the data; None where there cannot be any."""
+        if self.processes == 1 or not possible():
+            return None
+        known = program in self._programs and self._worker_data is self.federation
+        if self._workers is None or self._workers.closed or not known:
+            if self._workers is not None:
+                self._workers.close()
+            if program not in self._programs:
+                self._programs = [*self._programs[1 - PROGRAMS :], program]
+            self._worker_data = self.federation
+            try:
+                # a weak reference: workers end when the engine is forgotten
+                self._workers = Workers(self.processes, partial(_work, weakref.ref(self)))
+            except OSError as error:
+                self.processes = 1
+                self.notes.append(f"clients run one after another, in this process: {error}")
+                return None
+        return self._workers
+
+
+def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[Any, Tree]:
+    """What a worker does with a part, in its own copy of the engine."""
+    engine = owner()
+    assert engine is not None
+    which, stage, asks, part = note
+    engine.begin(stage)
+    remembered = PerClient([(part, tree["memory"])])
+    engine.memory = {client: remembered[client] for client in part}
+    engine._asks, engine.notes = asks, []
+    mine = PerClient([(part, tree["mine"])])
+    outcomes = engine.attempt(engine._programs[which], list(part), tree["shared"], mine)
+    members, stacks = _sent(outcomes)
+    return (members, [tuple(dropped) for dropped in engine.books.dropped], engine.notes), stacks
+
+
+class Parallel(AbstractParallel, Sequential):
+    """One client at a time on every core; the bits are those of ``sequential`` with one operator thread."""
+
+    name = "parallel"
+    part = 1
+
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractParallel.run_part``."""
+        return Sequential.run_group(self, program, clients, shared, mine)
+
+
+class ParallelVectorised(AbstractParallel, Vectorised):
+    """One batched part of the cohort at a time on every core, small enough to stay in a core's cache."""
+
+    name = "parallel_vectorised"
+    part = 8  # fewer leave the time to the overhead of operations, more do not stay in a core's cache
+
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self._traces = Traces()
+        self._step_of: Hashable = None
+
+    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """As ``AbstractParallel.run_part``."""
+        self._step_of = (program, self.federation.roster[clients[0]].model.spec)
+        return Vectorised.run_group(self, program, clients, shared, mine)
+
+    def batched(self, step: Step, shared: Tree) -> Callable[[Any, Any, Batch], Any]:
+        """As ``Vectorised.batched``, traced when there is enough of it."""
+        return partial(self._traces.call, self._step_of, vmap(step, in_dims=(None, 0, 0, 0)), shared)
+
+
+def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:
+    """Outcomes as a worker sends them: who is in which stack, and the stacks."""
+    kinds = {"replies": [o.replies for o in outcomes], "memories": [o.memories for o in outcomes]}
+    groups = {kind: [group for per_client in found for group in per_client.groups] for kind, found in kinds.items()}
+    members = {kind: [clients for clients, _ in found] for kind, found in groups.items()}
+    stacks = {kind: {str(i): tree for i, (_, tree) in enumerate(found)} for kind, found in groups.items()}
+    return members, stacks
+
+
+def _received(members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree) -> Outcome:
+    """What ``_sent`` was given, as one outcome."""
+    found = {
+        kind: PerClient((clients, stacks.get(kind, {}).get(str(i), {})) for i, clients in enumerate(groups))
+        for kind, groups in members.items()
+    }
+    return Outcome(found["replies"], found["memories"])

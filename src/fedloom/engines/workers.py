@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that work side by side, each with one operator thread; trees pass through memory that both sides map.
+
+They are forked, so that they have the data, the models and the programs of their parent without a copy. None outlives
+its parent, however that ends; one that dies or stands still is replaced, and what it was at is reported as lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from fedloom.core.trees import Tree, flatten, unflatten
+
+STILL_SECONDS = 60
+"""A worker that uses no CPU time for so long is stuck."""
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
+_ALIGNMENT = 64
+
+Work = Callable[[Any, Tree], tuple[Any, Tree]]
+"""(note, tree) -> (note, tree); notes are small and pickled, trees go through shared memory."""
+
+
+def possible() -> bool:
+    """Whether this system can have workers: fork is safe on Linux only."""
+    return sys.platform == "linux"
+
+
+def cores() -> int:
+    """The cores that this process may use: those it is bound to, and no more than its control group's quota."""
+    if not possible():
+        return os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return bound if quota == "max" else min(bound, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return bound
+
+
+class Lost(NamedTuple):
+    """A job whose worker did not finish it."""
+
+    why: str
+
+
+class Workers:
+    """``number`` processes that each do ``work``. Raises ``OSError`` where there cannot be so many."""
+
+    def __init__(self, number: int, work: Work) -> None:
+        self._work = work
+        self._crew: list[_Worker] = []
+        self._end = weakref.finalize(self, _dismiss, self._crew, os.getpid())
+        try:
+            for _ in range(number):
+                self._crew.append(self._fork())
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, jobs: Iterable[Any], prepare: Callable[[Any], tuple[Any, Tree]]) -> Iterator[tuple[Any, Any]]:
+        """Do all ``jobs``, which ``prepare`` turns into what is sent; give each as it ends with its result or ``Lost``.
+
+        If the caller stops in between, by whatever exception, the workers end too.
+        """
+        waiting = deque(jobs)
+        try:
+            while waiting or any(worker.job is not None for worker in self._crew):
+                for worker in self._crew:
+                    if worker.job is None and waiting:
+                        worker.begin(waiting.popleft(), prepare)
+                busy = [worker for worker in self._crew if worker.job is not None]
+                ready = wait([worker.connection for worker in busy], timeout=1.0)
+                for worker in busy:
+                    if worker.connection in ready or (not ready and worker.stuck()):
+                        job, result = worker.end()
+                        if isinstance(result, Lost):
+                            self._crew.remove(worker)
+                            self._crew.append(self._fork())
+                        yield job, result
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all workers."""
+        self._end()
+
+    @property
+    def closed(self) -> bool:
+        """Whether they have been ended."""
+        return not self._end.alive
+
+    def _fork(self) -> _Worker:
+        here, there = Pipe()
+        inbox, outbox = _Region(), _Region()
+        with warnings.catch_warnings():
+            # of threads in this process, which a worker does without: it runs torch with one thread and prints nothing
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if process == 0:
+            for other in self._crew:
+                other.connection.close()
+            here.close()
+            _serve(there, inbox, outbox, self._work)
+        there.close()
+        worker = _Worker(process, here, inbox, outbox)
+        try:
+            worker.greet()
+        except BaseException:
+            worker.dismiss()
+            raise
+        return worker
+
+
+class _Worker:
+    """A worker, seen by its parent."""
+
+    def __init__(self, process: int, connection: Connection, inbox: _Region, outbox: _Region) -> None:
+        self.process, self.connection, self.inbox, self.outbox = process, connection, inbox, outbox
+        self.job: Any = None
+        self._used, self._still = -1, 0
+
+    def greet(self) -> None:
+        """Have it say that it can differentiate: torch refuses after a fork where a GPU's threads were running."""
+        try:
+            why = self.connection.recv() if self.connection.poll(STILL_SECONDS) else "it does not answer"
+        except EOFError:
+            why = "it ended at once"
+        if why:
+            raise OSError(f"a forked process cannot work: {why}")
+
+    def begin(self, job: Any, prepare: Callable[[Any], tuple[Any, Tree]]) -> None:
+        note, tree = prepare(job)
+        self.job, self._used, self._still = job, -1, 0
+        with suppress(OSError):  # it is dead: ``end`` will say so
+            self.connection.send((note, self.inbox.write(tree)))
+
+    def end(self) -> tuple[Any, Any]:
+        """The job and its result; a worker that is ``Lost`` is no more."""
+        job, self.job = self.job, None
+        if self._still >= STILL_SECONDS:
+            self.dismiss()
+            return job, Lost(f"its process stood still for {STILL_SECONDS} seconds")
+        try:
+            note, places = self.connection.recv()
+        except (EOFError, OSError):
+            status = self.dismiss(kill=False)
+            return job, Lost(f"its process was ended by signal {-status}" if status < 0 else "its process ended")
+        return job, (note, self.outbox.read(places))
+
+    def stuck(self) -> bool:
+        """Whether it has stood still. Counted in calls, one a second: clocks also run while everything is suspended."""
+        used = _cpu_time(self.process)
+        self._still = self._still + 1 if used == self._used else 0
+        self._used = used
+        return self._still >= STILL_SECONDS
+
+    def dismiss(self, kill: bool = True) -> int:
+        """Wait for its end, or bring that about; the status as ``subprocess`` gives it."""
+        self.connection.close()
+        with suppress(ProcessLookupError, ChildProcessError):
+            if kill:
+                os.kill(self.process, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return 0
+
+
+def _dismiss(crew: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:  # a worker has a copy of this list, and must leave its siblings alone
+        for worker in crew:
+            worker.dismiss()
+        crew.clear()
+
+
+def _cpu_time(process: int) -> int:
+    """Clock ticks that a process has run."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])
+
+
+def _serve(connection: Connection, inbox: _Region, outbox: _Region, work: Work) -> NoReturn:
+    """A worker's life; it ends with its parent's end of the connection, and never returns into its parent's code."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gc.freeze()  # what the parent made is not ours to collect, and looking at it would copy its pages
+        torch.set_num_threads(1)
+        connection.send(_ailment())
+        while True:
+            note, places = connection.recv()
+            note, tree = work(note, inbox.read(places))
+            connection.send((note, outbox.write(tree)))
+    except (EOFError, OSError):
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _ailment() -> str | None:
+    """What keeps this process from training."""
+    try:
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.grad(one * one, one)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+_Place = tuple[str, torch.dtype, tuple[int, ...], int]
+
+
+class _Region:
+    """Memory for trees that two processes map; it grows, and each tree overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("fedloom")
+        self._end = weakref.finalize(self, os.close, self._file)
+        self._size, self._bytes = 0, torch.empty(0, dtype=torch.uint8)
+
+    def write(self, tree: Tree) -> list[_Place]:
+        """Put a tree there; where its leaves are."""
+        flat = flatten(tree)
+        places, offset = [], 0
+        for path, leaf in flat.items():
+            places.append((path, leaf.dtype, tuple(leaf.shape), offset))
+            offset += -(-leaf.numel() * leaf.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if offset > self._size:
+            os.ftruncate(self._file, offset)
+        self._map(offset)
+        for (_, _, _, start), leaf in zip(places, flat.values()):
+            if leaf.numel():
+                self._at(start, leaf.dtype, tuple(leaf.shape)).copy_(leaf)
+        return places
+
+    def read(self, places: Sequence[_Place]) -> dict[str, Any]:
+        """A copy of the tree that was put there."""
+        self._map(max((start + dtype.itemsize * math.prod(shape) for _, dtype, shape, start in places), default=0))
+        return unflatten(
+            {
+                path: self._at(start, dtype, shape).clone() if math.prod(shape) else torch.empty(shape, dtype=dtype)
+                for path, dtype, shape, start in places
+            }
+        )
+
+    def _at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        stop = start + math.prod(shape) * dtype.itemsize
+        return self._bytes[start:stop].view(dtype).view(shape)
+
+    def _map(self, size: int) -> None:
+        if size > self._size:
+            self._size = os.fstat(self._file).st_size
+            self._bytes = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)

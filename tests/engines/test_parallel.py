@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Side by side: the bits do not depend on how many work, and a client takes nobody down with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import play, setup_of, small_federation
+from fedloom import algorithms
+from fedloom.core.contract import Cohort
+from fedloom.core.trees import flatten
+from fedloom.engines import parallel, workers
+from fedloom.engines.auto import ENGINES
+from fedloom.engines.parallel import ParallelVectorised
+from fedloom.engines.workers import possible
+
+pytestmark = pytest.mark.skipif(not possible(), reason="needs fork")
+
+FEDAVG = algorithms.get("fedavg")
+PARALLEL = ["parallel", "parallel_vectorised"]
+
+
+def children() -> list[str]:
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+
+def doomed(monkeypatch: pytest.MonkeyPatch, client: str, end: signal.Signals = signal.SIGKILL) -> None:
+    """A client that takes its process down, wherever that is not this one."""
+    parent, original = os.getpid(), ENGINES["sequential"].schedule
+
+    def schedule(self, program, asked):
+        if asked == client and os.getpid() != parent:
+            os.kill(os.getpid(), end)
+        return original(self, program, asked)
+
+    monkeypatch.setattr(ENGINES["sequential"], "schedule", schedule)
+    monkeypatch.setattr(ENGINES["vectorised"], "schedule", schedule)
+
+
+@pytest.mark.parametrize("engine", PARALLEL)
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "mlp:hidden=5"])
+def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, monkeypatch) -> None:
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    federation = small_federation((model,), dtype=torch.float32)
+    states = []
+    for number in (1, 2, 3):
+        monkeypatch.setattr(parallel, "cores", lambda number=number: number)
+        states.append(flatten(play(FEDAVG, federation, engine, rounds=2).state._asdict()))
+    if engine == "parallel":
+        states.append(flatten(play(FEDAVG, federation, "sequential", rounds=2).state._asdict()))
+    for other in states[1:]:
+        assert all(torch.equal(value, other[path]) for path, value in states[0].items())
+
+
+@pytest.mark.parametrize("engine", PARALLEL)
+def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    federation = small_federation()
+    doomed(monkeypatch, "3")
+    played = play(FEDAVG, federation, engine, rounds=2)
+    (dropped,) = played.engine.books.dropped
+    assert (dropped.client, dropped.reason) == ("3", "its process was ended by signal 9")
+    without = play(FEDAVG, federation, "sequential", rounds=2, cohorts=[["0", "1", "2", "4"]] * 2)
+    for name, value in without.state.params.items():
+        torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
+
+
+def test_a_client_that_stands_still_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "STILL_SECONDS", 2)
+    doomed(monkeypatch, "1", signal.SIGSTOP)
+    played = play(FEDAVG, small_federation(), "parallel", rounds=1)
+    (dropped,) = played.engine.books.dropped
+    assert (dropped.client, dropped.reason) == ("1", "its process stood still for 2 seconds")
+
+
+@pytest.mark.parametrize("engine", PARALLEL)
+def test_processes_are_kept_from_round_to_round_and_end_with_the_engine(engine: str, monkeypatch) -> None:
+    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    before = children()
+    played = play(FEDAVG, small_federation(), engine, rounds=1)
+    at_work = children()
+    assert len(at_work) == len(before) + parallel.cores() or parallel.cores() == 1
+    for number in (2, 3):
+        played.engine.begin(number)
+        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), played.engine.ask)
+    assert children() == at_work
+    del played
+    assert children() == before
+
+
+def test_other_data_are_seen_by_the_processes() -> None:
+    """Admission without labels replaces the federation of an engine that has been at work."""
+    federation = small_federation()
+    played = play(FEDAVG, federation, "parallel", rounds=1)
+    played.engine.federation = dataclasses.replace(federation, x=federation.x * 2)
+    played.engine.begin(2)
+    state, _ = FEDAVG.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
+    alone = ENGINES["sequential"](played.engine.federation, FEDAVG, played.setup.config, 0)
+    alone.begin(2)
+    setup = setup_of(played.engine.federation, played.setup.config)
+    expected, _ = FEDAVG.round(setup, played.state, Cohort(2, federation.participants), alone.ask)
+    assert all(torch.equal(value, state.params[name]) for name, value in expected.params.items())
+
+
+def test_where_no_process_can_work_clients_run_here_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_ailment", lambda: "no threads")
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    federation = small_federation()
+    played = play(FEDAVG, federation, "parallel", rounds=2)
+    note = "clients run one after another, in this process: a forked process cannot work: no threads"
+    assert played.engine.notes == [note]
+    expected = play(FEDAVG, federation, "sequential", rounds=2)
+    assert all(torch.equal(value, played.state.params[name]) for name, value in expected.state.params.items())
+
+
+def test_operator_threads_of_this_process_are_left_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        play(FEDAVG, small_federation(), "parallel", rounds=1, cohorts=[["0"]])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
