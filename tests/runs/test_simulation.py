@@ -424,6 +424,20 @@ def test_newcomers_can_be_admitted_with_few_samples() -> None:
     assert built.engine.federation is built.federation
 
 
+@pytest.mark.parametrize("method", ["pfedhn_pc", "mh_pfedhn", "it_pfl_hn", "fedavg"])
+def test_newcomers_come_for_the_first_time_each_time(method: str) -> None:
+    """What they kept of an admission, a head or statistics, does not help them in the next evaluation."""
+    arrays = from_arrays(np.random.default_rng(0).random((90, 1, 6, 6), dtype=np.float32), np.arange(90) % 3)
+    own = {"admit_rounds": 3} if method != "fedavg" and method != "it_pfl_hn" else {}
+    model = "testnets:Normed" if method != "pfedhn_pc" else "mlp:hidden=4"
+    built = simulation(method, arrays, unseen=2, model=model, local_lr=0.5, **own)
+    built.train_round()
+    first = built.evaluate_unseen()
+    built.evaluate_unseen(samples=2)
+    assert built.evaluate_unseen() == first
+    assert not set(built.engine.memory) & set(built.federation.unseen)
+
+
 def test_a_shift_of_nobody_changes_nothing() -> None:
     arrays = from_arrays(np.random.default_rng(0).random((30, 1, 6, 6), dtype=np.float32), np.arange(30) % 2)
     plain, shifted = (simulation(arrays=arrays, clients=2, unseen_shift=shift) for shift in (None, "blur"))
