@@ -408,20 +408,61 @@ def test_models_that_cannot_be_handed_on_are_refused(method: str) -> None:
         simulation(method, unseen=1).evaluate_unseen(mode="ensemble")
 
 
-def test_newcomers_can_be_admitted_with_few_samples() -> None:
-    built = simulation("pfedhn", unseen=2, admit_rounds=1)
-    seen = {}
+def admitted_by(built: Simulation, **how: Any) -> Any:
+    """The engine that newcomers were admitted by."""
+    engines = []
+    plain = built.algorithm.admit
+    assert plain
 
-    def noted(setup: Any, state: Any, newcomers: Cohort, ask: Any) -> Any:
-        seen.update({c: built.engine.federation.roster[c].rows["train"] for c in newcomers.clients})
-        return algorithms.get("pfedhn").admit(setup, state, newcomers, ask)
+    def noted(*arguments: Any) -> Any:
+        engines.append(built.engine)
+        return plain(*arguments)
 
     built.algorithm = replace(built.algorithm, admit=noted)
+    built.evaluate_unseen(**how)
+    (engine,) = engines
+    assert engine is not built.engine and built.engine.federation is built.federation
+    return engine
+
+
+def test_newcomers_can_be_admitted_with_few_samples() -> None:
     for samples in (3, 5):
-        built.evaluate_unseen(samples=samples)
-        assert {len(rows) for rows in seen.values()} == {samples}
-        assert all(set(rows) <= set(built.federation.roster[c].rows["train"]) for c, rows in seen.items())
-    assert built.engine.federation is built.federation
+        built = simulation("pfedhn", unseen=2, admit_rounds=1)
+        shown = admitted_by(built, samples=samples).federation
+        for client in built.federation.unseen:
+            own = shown.roster[client].rows["train"]
+            assert len(own) == samples and set(own) <= set(built.federation.roster[client].rows["train"])
+        assert torch.equal(shown.y, built.federation.y)
+
+
+@pytest.mark.parametrize("options", [{"method": "it_pfl_hn"}, {"method": "fedavg", "adapt": "prior"}])
+def test_labels_of_newcomers_are_out_of_reach_of_what_is_recorded_too(options: dict[str, Any]) -> None:
+    """A recorded step reads the data that its engine was made with, so there is one made for the admission."""
+    built = simulation(unseen=2, engine="vectorised", **options)
+    built.train_round()
+    engine = admitted_by(built)
+    train = [built.federation.roster[client].rows["train"] for client in built.federation.unseen]
+    rows = torch.as_tensor(np.concatenate(train))
+    x, y = engine._recordings.data
+    assert x is engine.federation.x and y is engine.federation.y
+    assert (y[rows] == -1).all() and (built.federation.y[rows] >= 0).all()
+    others = torch.ones(len(y), dtype=torch.bool)
+    others[rows] = False
+    assert torch.equal(y[others], built.federation.y[others])
+
+
+@pytest.mark.parametrize("method", ["pfedhn_pc", "mh_pfedhn", "it_pfl_hn", "fedavg"])
+def test_newcomers_come_for_the_first_time_each_time(method: str) -> None:
+    """What they kept of an admission, a head or statistics, does not help them in the next evaluation."""
+    arrays = from_arrays(np.random.default_rng(0).random((90, 1, 6, 6), dtype=np.float32), np.arange(90) % 3)
+    own = {"admit_rounds": 3} if method != "fedavg" and method != "it_pfl_hn" else {}
+    model = "testnets:Normed" if method != "pfedhn_pc" else "mlp:hidden=4"
+    built = simulation(method, arrays, unseen=2, model=model, local_lr=0.5, **own)
+    built.train_round()
+    first = built.evaluate_unseen()
+    built.evaluate_unseen(samples=2)
+    assert built.evaluate_unseen() == first
+    assert not set(built.engine.memory) & set(built.federation.unseen)
 
 
 def test_a_shift_of_nobody_changes_nothing() -> None:

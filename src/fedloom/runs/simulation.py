@@ -93,6 +93,15 @@ class Simulation(Trainer):
         super().__init__(method, algorithm, options, config, federation, engine, reason)
         self.notes = self.partition.notes
 
+    def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
+        """As ``Trainer.evaluate_unseen``; unseen clients come for the first time, each time."""
+        remembered, unseen = self.engine.memory, set(self.federation.unseen)
+        self.engine.memory = {client: tree for client, tree in remembered.items() if client not in unseen}
+        try:
+            return super().evaluate_unseen(split, mode, samples)
+        finally:
+            self.engine.memory = remembered
+
     def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
         """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
         shown, roster = self.federation, dict(self.federation.roster)
@@ -105,12 +114,14 @@ class Simulation(Trainer):
             own = roster[client].rows
             kept = stream(self.options.seed, client, "samples of a newcomer").permutation(own["train"])[:samples]
             roster[client] = replace(roster[client], rows={**own, "train": np.sort(kept)})
-        seen = self.engine.federation
-        self.engine.federation = replace(shown, roster=roster)
+        # an engine of its own: what the other one has recorded reads the data that it was made with
+        usual, shown = self.engine, replace(shown, roster=roster)
+        self.engine = _engine(self.options.engine, shown, self.algorithm, self.config, self.options)
+        self.engine.memory = usual.memory
         try:
             return self.admit(newcomers)
         finally:
-            self.engine.federation = seen
+            self.engine = usual
 
     def joined_by(self, newcomer: ClientId, model: Any, x: torch.Tensor, y: torch.Tensor) -> Simulation:
         """This simulation, in its present state, with one unseen client more."""
