@@ -94,14 +94,36 @@ PAIR = {"cohort": 2, "eval_clients": 2}
 """A process starts for every client and ask: two at a time are enough."""
 
 
+OWN = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, input_shape, num_outputs):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def build_model(node):
+    return Net
+
+app = client_app(load_data, build_model)
+"""
+
+
 @pytest.mark.parametrize("method", CASES)
-def test_a_method_over_the_network_equals_the_sequential_engine(method: str, ward: Federation, tmp_path: Path) -> None:
+def test_a_method_over_the_network_equals_the_sequential_engine(
+    method: str, ward: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**QUICK, **PAIR, **CASES[method], "eval_every": 99}
-    same = method == "scaffold"  # needs one architecture: its user writes so into client.py
-    app = app_for(tmp_path / "app", method, **options, deliver=method == "it_pfl_hn")
+    same = method == "scaffold"  # needs one architecture: its user writes one into client.py
+    own = {"networks": "federation.client:Net"} if same else {}
+    app = app_for(tmp_path / "app", method, **options, **own, deliver=method == "it_pfl_hn")
     if same:
         client = app.folder / "federation" / "client.py"
-        client.write_text(client.read_text().replace('str(node.get("model", "auto"))', repr(MODELS[0])))
+        client.write_text(client.read_text() + OWN)
+        monkeypatch.syspath_prepend(app.folder)
     newcomer = method == "it_pfl_hn"
     if newcomer:
         ward.start_node(str(NODES), node_config(MODELS, NODES))
@@ -111,7 +133,7 @@ def test_a_method_over_the_network_equals_the_sequential_engine(method: str, war
         if newcomer:
             ward.processes.kill(f"node-{NODES}")
     expected = fedloom.run(
-        method, dataset="digits", clients=NODES, unseen=1, model=MODELS[0] if same else ",".join(MODELS),
+        method, dataset="digits", clients=NODES, unseen=1, model=own["networks"] if same else ",".join(MODELS),
         engine="sequential", out=tmp_path / "expected", progress="quiet", **options, **SHARED,
         **({"admit_rounds": 1} if method.startswith(("pfedhn", "mh_")) else {}),
     )  # fmt: skip
