@@ -39,6 +39,9 @@ from fedloom.runs.options import RunOptions
 MOST_THREADS = 8
 """More threads than this wait for each other: operators of small models are short."""
 
+HEAVY_SERVER = 16 << 20
+"""Bytes of server state from which operators with several threads pay beside workers; below, one thread is enough."""
+
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
     """Partition and number of clients, where they are left to the data: clients that the data name stay as they are."""
@@ -123,6 +126,10 @@ class Simulation:
             raise NeedsError(" ".join(violations))
         self.engine = self._engine(self.federation)
         self.state = self.algorithm.init(self.setup)
+        light = num_bytes(self.state._asdict()) < HEAVY_SERVER
+        if not options.threads and light and isinstance(self.engine, AbstractParallel):
+            torch.set_num_threads(1)
+            self.options = replace(self.options, threads=1)
         self.round = 0
         self._memories: dict[Any, dict[str, torch.Tensor]] = {}
 
