@@ -40,6 +40,28 @@ def simulation(method: str = "fedavg", arrays: Arrays | None = None, **options: 
     return Simulation(method, *parse_options(method, {**SMALL, **options}), arrays or data())
 
 
+def test_operator_threads_are_few_and_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    monkeypatch.setattr("fedloom.runs.simulation.cores", lambda: 16)
+    try:
+        assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 4
+        monkeypatch.setattr("fedloom.runs.simulation.MOST_THREADS", 3)
+        assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 3
+        monkeypatch.setattr("fedloom.runs.simulation.HEAVY_SERVER", 0)
+        assert simulation(engine="parallel").options.threads == 3
+        monkeypatch.undo()
+        assert simulation(engine="parallel").options.threads == torch.get_num_threads() == 1
+        assert simulation(engine="parallel", threads=2).options.threads == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_workers_are_as_many_as_asked() -> None:
+    assert simulation(engine="parallel", workers=3).engine.processes == 3
+    assert simulation(engine="parallel").options.workers == 0  # the machine's, wherever it is resumed
+
+
 def cohorts(built: Simulation, rounds: int = 4) -> list[Cohort]:
     """The cohorts of some rounds, without training."""
     seen = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,6 +48,16 @@ class AbstractParallel(AbstractEngine):
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """The other engine's ``run_group``."""
 
+    def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        """As ``AbstractEngine.ask``, with one thread: parts that run here give the bits of a worker's, and threads that
+        wait for an operator would take cores from the workers."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return super().ask(program, shared, mine)
+        finally:
+            torch.set_num_threads(before)
+
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
         number = -(-len(clients) // self.part)
@@ -57,7 +67,7 @@ class AbstractParallel(AbstractEngine):
         outcomes = (
             self._everywhere(workers, program, parts, shared, mine)
             if workers
-            else (self._here(program, part, shared, mine) for part in parts)
+            else (self.run_part(program, part, shared, mine) for part in parts)
         )
         replies: list[tuple[Sequence[ClientId], Tree]] = []
         memories: list[tuple[Sequence[ClientId], Tree]] = []
@@ -65,15 +75,6 @@ class AbstractParallel(AbstractEngine):
             replies += outcome.replies.groups
             memories += outcome.memories.groups
         return Outcome(self._merge(replies), self._merge(memories))
-
-    def _here(self, program: Program, part: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """A part in this process, as a worker would run it."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return self.run_part(program, part, shared, mine)
-        finally:
-            torch.set_num_threads(before)
 
     def _everywhere(
         self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient

@@ -101,8 +101,8 @@ class Vectorised(AbstractEngine):
             index = rows[t, :active, :width]
             number = torch.full((active,), t, device=device)
             batch = Batch(
-                self.federation.x[index],
-                self.federation.y[index],
+                _gather(self.federation.x, index),
+                _gather(self.federation.y, index),
                 torch.arange(width, device=device) < sizes[t, :active, None],
                 number,
                 epochs[t, :active],
@@ -111,6 +111,11 @@ class Vectorised(AbstractEngine):
             carry = stepped(facts, carry, batch)
         done.append(carry)
         return pytree.tree_map(lambda *parts: torch.cat(parts), *reversed(done)) if len(done) > 1 else carry
+
+
+def _gather(data: Tensor, index: Tensor) -> Tensor:
+    """``data[index]``; on a CPU this copies whole samples, in a quarter of the time."""
+    return data.index_select(0, index.reshape(-1)).reshape(*index.shape, *data.shape[1:])
 
 
 def _rows(tree: Any, start: int, stop: int) -> Any:

@@ -44,7 +44,7 @@ class RunOptions:
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(
         0,
-        "Threads of an operator on a CPU, on which the last bits depend; 0: torch's choice, at most 8.",
+        "Threads of an operator on a CPU, on which the last bits depend; 0: by model and engine, at most 8.",
         low=0,
         high=1024,
     )

@@ -18,7 +18,7 @@ from fedloom.core.contract import Algorithm, Sent
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
-from fedloom.core.trees import ClientId
+from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.engines.engine import AbstractEngine
@@ -32,6 +32,9 @@ from fedloom.runs.trainer import Trainer, algorithm_of
 
 MOST_THREADS = 8
 """More threads than this wait for each other: operators of small models are short."""
+
+HEAVY_SERVER = 16 << 20
+"""Bytes of server state from which operators with several threads pay beside workers; below, one thread is enough."""
 
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
@@ -73,7 +76,8 @@ class Simulation(Trainer):
     def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
         algorithm, self.arrays = algorithm_of(method, options), arrays
         options = resolve(options, arrays)
-        torch.set_num_threads(options.threads or min(torch.get_num_threads(), cores(), MOST_THREADS))
+        given = options.threads
+        torch.set_num_threads(given or min(torch.get_num_threads(), cores(), MOST_THREADS))
         set_precision(options.precision)
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
@@ -91,6 +95,10 @@ class Simulation(Trainer):
         )
         engine = _engine(name, federation, algorithm, config, options)
         super().__init__(method, algorithm, options, config, federation, engine, reason)
+        light = num_bytes(self.state._asdict()) < HEAVY_SERVER
+        if not given and light and isinstance(engine, AbstractParallel):
+            torch.set_num_threads(1)
+            self.options = replace(self.options, threads=1)
         self.notes = self.partition.notes
 
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
