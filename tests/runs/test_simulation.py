@@ -130,7 +130,7 @@ def test_twenty_evaluations_in_a_run_or_as_asked(rounds: int, given: int, wanted
 def test_what_was_left_to_choose_is_in_the_config() -> None:
     built = simulation()
     config = flat_config("fedavg", built.options, built.config)
-    assert (config["method"], config["cohort"], config["engine"]) == ("fedavg", 5, "vectorised")
+    assert (config["method"], config["cohort"], config["engine"]) == ("fedavg", 5, "parallel_vectorised")
     assert config["device"] in ("cpu", "cuda", "cuda:0")
     again = Simulation("fedavg", *parse_options("fedavg", {k: v for k, v in config.items() if k != "method"}), data())
     assert flat_config("fedavg", again.options, again.config) == config
