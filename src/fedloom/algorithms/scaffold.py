@@ -91,7 +91,7 @@ def init(setup: Setup[Config]) -> State:
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
     """Algorithm 1, lines 2 to 17."""
     replies = ask(program(setup.config), state._asdict(), PerClient.empty(cohort.clients))
-    change, control = (weighted_mean(replies, branch, weight="one") for branch in ("delta", "control_delta"))
+    change, control = (weighted_mean(replies, branch, weight=None) for branch in ("delta", "control_delta"))
     share = len(replies) / len(setup.clients)  # |S| / N
     params = tree_map(lambda p, d: p + setup.config.server_lr * d, state.params, change)
     control = tree_map(lambda c, d: c + share * d, state.control, control)
@@ -113,7 +113,6 @@ def expects(shared: Tree, mine: Tree) -> Tree:
     return {
         "delta": shared["params"],
         "control_delta": shared["params"],
-        "one": torch.empty(()),
         **like_report(),
     }
 
@@ -147,7 +146,6 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     reply = {
         "delta": change,
         "control_delta": tree_map(torch.sub, control, carry.control),
-        "one": torch.ones_like(home.num_samples),
         **report(home, training),
     }
     return reply, {**remember(home, training, memory), "control": control}

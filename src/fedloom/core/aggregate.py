@@ -10,16 +10,14 @@ import torch
 from fedloom.core.trees import PerClient, tree_map
 
 
-def weighted_mean(replies: PerClient, branch: str, weight: str = "num_samples") -> Any:
-    """The mean over clients of ``reply[branch]``, a tree or a tensor, weighted by ``reply[weight]``."""
-    total = torch.stack([tree[weight].sum() for _, tree in replies.groups]).sum()
+def weighted_mean(replies: PerClient, branch: str, weight: str | None = "num_samples") -> Any:
+    """The mean over clients of ``reply[branch]``, a tree or a tensor, weighted by ``reply[weight]``; None: equally."""
+    weights = [tree[weight] if weight else torch.ones_like(tree["num_samples"]) for _, tree in replies.groups]
+    total = torch.stack([own.sum() for own in weights]).sum()
     total = torch.where(total > 0, total, torch.ones_like(total))  # clients without samples change nothing
 
     def one(*leaves: torch.Tensor) -> torch.Tensor:
-        parts = [
-            torch.tensordot(tree[weight] / total, leaf.to(tree[weight].dtype), dims=1)
-            for leaf, (_, tree) in zip(leaves, replies.groups)
-        ]
+        parts = [torch.tensordot(own / total, leaf.to(own.dtype), dims=1) for leaf, own in zip(leaves, weights)]
         return torch.stack(parts).sum(0)
 
     return tree_map(one, *(tree[branch] for _, tree in replies.groups))
