@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ torch.set_num_threads(1)
 SHAPE, CLASSES = (1, 6, 6), 3
 SIZES = (9, 4, 13, 7, 5)
 """Training samples of the clients: with batches of 4, unequal numbers of steps and last batches that are not full."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # started in the background by a shell: processes that tests interrupt would inherit the deafness
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def small_federation(
