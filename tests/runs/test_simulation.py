@@ -13,7 +13,7 @@ import torch
 from fedloom import algorithms
 from fedloom.api import parse_options
 from fedloom.core.contract import Cohort
-from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import flatten, num_bytes
 from fedloom.data.arrays import Arrays
@@ -545,3 +545,17 @@ def test_unseen_clients_by_share_with_a_split_and_a_shift_of_their_own() -> None
         rows = [torch.as_tensor(s.federation.roster[client].of("all")) for s in (plain, other)]
         assert torch.equal(*rows) and torch.equal(plain.federation.x[rows[0]], other.federation.x[rows[1]])
     assert 0 <= other.evaluate_unseen("all")["deployed/unseen/all/accuracy"] <= 1
+
+
+def test_a_round_that_would_leave_the_server_with_infinite_numbers_does_not_count() -> None:
+    built = simulation()
+    built.train_round()
+    before = built.state
+
+    def absurd(setup: Any, state: Any, cohort: Cohort, ask: Any) -> Any:
+        return state._replace(params={name: value + torch.inf for name, value in state.params.items()}), {}
+
+    built.algorithm = replace(built.algorithm, round=absurd)
+    with pytest.raises(RoundError, match="Round 2 would leave the server with NaN or Inf"):
+        built.train_round()
+    assert built.state is before and built.round == 1

@@ -19,7 +19,7 @@ from fedloom.adaptation.prior import with_prior
 from fedloom.clients.federation import Federation
 from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
-from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.random import stream
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
 from fedloom.engines.engine import AbstractEngine
@@ -101,6 +101,11 @@ class Trainer:
         noted = len(self.engine.notes)
         start = time.perf_counter()
         state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
+        if not bool(self.setup.replay("finite state", _finite, flatten(state._asdict()))):
+            raise RoundError(
+                f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
+                "absurd. The last checkpoint is intact: lower the rates or see to the clients, then resume."
+            )
         self.state, self.round = state, number
         end, books = time.perf_counter(), self.engine.books
         return {
@@ -310,3 +315,9 @@ class Trainer:
 
 def _to(tree: Any, device: torch.device) -> Any:
     return {k: _to(v, device) for k, v in tree.items()} if isinstance(tree, Mapping) else tree.to(device)
+
+
+def _finite(leaves: Tree) -> torch.Tensor:
+    """Whether all of a state's numbers are finite: the sum of a tensor is not where one of its numbers is not."""
+    sums = [leaf.sum(dtype=torch.float64) for leaf in leaves.values() if leaf.is_floating_point()]
+    return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
