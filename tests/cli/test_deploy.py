@@ -52,6 +52,12 @@ def test_init_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
     assert "--rounds is 'x'" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds=x")
     cli("deploy", "init", "full", "--method", "pfedhn")
     assert "full is not empty" in refused("deploy", "init", "full", "--method", "pfedhn")
+    (tmp_path / "file").write_text("mine")
+    assert "file is a file" in refused("deploy", "init", "file", "--method", "pfedhn")
+    assert "Cannot make file/ward" in refused("deploy", "init", "file/ward", "--method", "pfedhn")
+    for name in ("Ward 3", "ward_3", "3-ward", 'w"x', "w" * 33):
+        assert "cannot be an app's name" in refused("deploy", "init", name, "--method", "pfedhn")
+        assert not (tmp_path / name).exists()
 
 
 @needs_flower

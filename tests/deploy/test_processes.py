@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,13 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
 
 import fedloom
+from deploy.test_stopping import running_below, wait_until
 from fedloom import api
 from fedloom.core.errors import RunError
 from fedloom.core.trees import flatten
 from fedloom.deploy.keys import make_keys
-from fedloom.deploy.local import App, Federation, app_in, follow, local
-from fedloom.deploy.processes import Processes, free_port
+from fedloom.deploy.local import App, Federation, app_in, follow, resume, started
+from fedloom.deploy.processes import free_port
 from fedloom.deploy.proxy import write_nginx_config
 from fedloom.deploy.ray import run_on_ray
 from fedloom.deploy.template import write_app
@@ -74,13 +73,6 @@ def run_to_end(federation: Federation, app: App, out: Path, **changes: Any) -> R
         pytest.fail(f"the run did not end: {federation.processes.log('run').read_text()[-2000:]}")
     assert (out / "summary.json").is_file(), federation.processes.log("run").read_text()[-3000:]
     return RunDirectory.open(out)
-
-
-def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, why
-        time.sleep(0.2)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -218,16 +210,12 @@ def test_a_link_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path: Pa
         def end(self, directory: Any) -> None:
             pytest.fail("the run ended")
 
-    deal(app.trial, 2, 0, 0, app.local / "nodes")
-    federation = Federation(app)
-    with federation.processes:
-        federation.start_link()
-        for client in ("0", "1"):
-            federation.start_node(client, {"model": MODELS[0]})
+    with started(app, 2) as federation:
         federation.start_run({"out": str(app.out), "nodes": 2})
         with pytest.raises(RunError, match="link ended with code -9"):
             follow(federation, KillsTheLink())
-    directory = local(app, 2, 0, display("quiet"), resume=True)
+    assert running_below(app.local) == []
+    directory = resume(app, display("quiet"))
     expected = fedloom.run(
         "scaffold", dataset="digits", clients=2, model=MODELS[0], engine="sequential", out=tmp_path / "expected",
         progress="quiet", **options, **SHARED,
@@ -313,22 +301,3 @@ def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
             process.kill()
         assert process.stderr and b"go on with `fedloom deploy resume" in process.stderr.read()
     assert running_below(app.local) == []
-
-
-def running_below(folder: Path) -> list[str]:
-    """Command lines of processes with Flower's home in ``folder``."""
-    found = []
-    for proc in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"FLWR_HOME={folder}".encode() in (proc / "environ").read_bytes() and int(proc.name) != os.getpid():
-                found.append((proc / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # gone, or somebody else's
-            continue
-    return found
-
-
-def test_processes_are_stopped_with_their_children(tmp_path: Path) -> None:
-    with Processes(tmp_path / "logs", tmp_path / "flower") as processes:
-        processes.start("shell", ["sh", "-c", "sleep 300 & sleep 300"])
-        wait_until(lambda: len(running_below(tmp_path)) == 3, 10, "the shell started nothing")
-    assert running_below(tmp_path) == []

@@ -28,6 +28,19 @@ from fedloom.runs.directory import RunDirectory
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
 
 
+def test_an_error_of_the_server_is_one_line_and_reaches_flower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RunError("The run is in use.")
+
+    monkeypatch.setattr(server, "read", lambda table: table)
+    monkeypatch.setattr(server, "serve", fails)
+    with pytest.raises(RunError):  # an exception: after sys.exit, Flower drops the line below
+        server.server_app()(grid=None, context=SimpleNamespace(run_config={}))  # type: ignore[arg-type]
+    assert "fedloom: The run is in use.\n" in capsys.readouterr().err
+
+
 def test_clients_are_ordered_by_name_and_numbers_by_value() -> None:
     assert in_order(["10", "2", "b", "a10", "a9", "1"]) == ["1", "2", "10", "a9", "a10", "b"]
 

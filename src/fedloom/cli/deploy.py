@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.output import INTERRUPTED, friendly, tell
 from fedloom.cli.results import AUTO, JSON, QUIET, finished
 from fedloom.core.errors import ConfigError, NeedsError
+
+if TYPE_CHECKING:
+    from fedloom.deploy.local import App
+    from fedloom.progress import Display
+    from fedloom.runs.directory import RunDirectory
 
 HELP = """Run a federation of machines, on Flower (pip install 'fedloom[flower]').
 
@@ -73,22 +79,21 @@ def local(
 
     Example: fedloom deploy local ward --nodes 4
     """
-    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=False, tls=tls)
+    need_flower()
+    from fedloom.deploy import local as trial
+
+    _show(folder, json, quiet, lambda app, shown: trial.local(app, nodes, newcomers, shown, tls=tls))
 
 
-def resume(
-    folder: AppPath,
-    nodes: Nodes = 2,
-    newcomers: Newcomers = 0,
-    tls: Tls = False,
-    json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Go on with a trial on this machine whose link or server was killed, from its last round, with the same clients.
+def resume(folder: AppPath, json: AsJson = False, quiet: Quiet = False) -> None:
+    """Go on with a trial on this machine that was stopped or killed, from its last round, with the same clients.
 
-    Example: fedloom deploy resume ward --nodes 4
+    Example: fedloom deploy resume ward
     """
-    _local(folder, nodes, newcomers, JSON if json else QUIET if quiet else AUTO, resume=True, tls=tls)
+    need_flower()
+    from fedloom.deploy import local as trial
+
+    _show(folder, json, quiet, trial.resume)
 
 
 def keys(
@@ -119,19 +124,18 @@ def keys(
     typer.echo(made)
 
 
-def _local(folder: Path, nodes: int, newcomers: int, progress: str, *, resume: bool, tls: bool) -> None:
+def _show(folder: Path, json: bool, quiet: bool, run: Callable[[App, Display], RunDirectory]) -> None:
+    """Run the app in a folder; Ctrl-C stops it."""
     from fedloom import api
-
-    need_flower()
     from fedloom.deploy.local import app_in
-    from fedloom.deploy.local import local as run_locally
     from fedloom.progress import display
 
+    progress = JSON if json else QUIET if quiet else AUTO
     app = app_in(folder)
     try:
-        directory = run_locally(app, nodes, newcomers, display(progress), resume=resume, tls=tls)
+        directory = run(app, display(progress))
     except KeyboardInterrupt:
-        tell(f"stopped; go on with `fedloom deploy resume {folder} --nodes {nodes}`.")
+        tell(f"stopped; go on with `fedloom deploy resume {folder}`.")
         raise typer.Exit(INTERRUPTED) from None
     finished(api.load(directory.path), progress)
 

@@ -20,6 +20,8 @@ from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.trial import Trial, deal, network
 from fedloom.progress import Display
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.files import to_json, write_file
+from fedloom.runs.lock import locked
 from fedloom.runs.machine import task_named
 
 LINK = "loopback"
@@ -100,33 +102,92 @@ class Federation:
         self.processes.start("run", [*command, *extra])
 
 
+class Roster(NamedTuple):
+    """Who takes part in a trial, the participants first. Kept in a file, so that a trial goes on as it was begun."""
+
+    clients: list[str]
+    nodes: int
+    tls: bool
+
+    @staticmethod
+    def file(app: App) -> Path:
+        """Where it is kept."""
+        return app.local / "roster.json"
+
+    @classmethod
+    def read(cls, app: App) -> Roster:
+        """As the trial was begun."""
+        file = cls.file(app)
+        try:
+            return cls(**json.loads(file.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"{file} is missing or damaged, and it says who takes part; remove {app.local}, "
+                "then begin again with `fedloom deploy local`."
+            ) from error
+
+    def keys(self, app: App) -> Path | None:
+        """The keys beside the app, if this trial has any: one for every node."""
+        if not self.tls:
+            return None
+        keys = app.folder / "keys"
+        for client in self.clients:
+            if not (keys / "nodes" / client).is_file():
+                raise RunError(f"{keys} holds no key for node {client}; make keys for all: `fedloom deploy keys`.")
+        return keys
+
+
 @contextmanager
-def started(app: App, nodes: int, newcomers: int = 0, keys: Path | None = None) -> Iterator[Federation]:
-    """Link and nodes with the trial's data, running."""
-    files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
-    for client in files:
-        if keys and not (keys / "nodes" / client).is_file():
-            raise RunError(f"{keys} holds no key for node {client}; make keys for all: `fedloom deploy keys`.")
-    federation = Federation(app, keys)
+def alone(app: App) -> Iterator[None]:
+    """Hold the app's trial. Whatever runs of it then was left behind by a process that was killed, and is ended."""
+    app.local.mkdir(parents=True, exist_ok=True)
+    with locked(app.local):
+        Federation(app).processes.stop()
+        yield
+
+
+@contextmanager
+def running(app: App, roster: Roster) -> Iterator[Federation]:
+    """Link and nodes, with the data in the nodes' folders."""
+    federation = Federation(app, roster.keys(app))
     with federation.processes:
         federation.start_link()
-        for number, client in enumerate(files):
+        for number, client in enumerate(roster.clients):
             told = {"model": network(app.trial, number, app.settings.deploy.shape)}
-            federation.start_node(client, told | ({"role": "newcomer"} if number >= nodes else {}))
+            federation.start_node(client, told | ({"role": "newcomer"} if number >= roster.nodes else {}))
         yield federation
 
 
-def local(
-    app: App, nodes: int, newcomers: int, shown: Display, *, resume: bool = False, tls: bool = False
-) -> RunDirectory:
+@contextmanager
+def started(app: App, nodes: int, newcomers: int = 0, *, tls: bool = False) -> Iterator[Federation]:
+    """Link and nodes with the trial's data, running."""
+    with alone(app):
+        files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
+        roster = Roster(list(files), nodes, tls)
+        write_file(Roster.file(app), to_json(roster._asdict()))
+        with running(app, roster) as federation:
+            yield federation
+
+
+def local(app: App, nodes: int, newcomers: int, shown: Display, *, tls: bool = False) -> RunDirectory:
     """Run an app with so many nodes from beginning to end, and show its progress; ``tls``: with the keys beside it."""
-    if app.out.exists() and not resume:
+    if app.out.exists():
         raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
-    if resume:
-        RunDirectory.open(app.out)  # refuses what cannot be gone on with before anything is started
-    with started(app, nodes, newcomers, app.folder / "keys" if tls else None) as federation:
-        federation.start_run({"out": str(app.out), "nodes": nodes, "resume": resume})
+    with started(app, nodes, newcomers, tls=tls) as federation:
+        federation.start_run({"out": str(app.out), "nodes": nodes})
         follow(federation, shown)
+    return RunDirectory.open(app.out)
+
+
+def resume(app: App, shown: Display) -> RunDirectory:
+    """Go on with a trial from its last round, with the nodes and the data that it was begun with."""
+    directory, roster = RunDirectory.open(app.out), Roster.read(app)
+    with alone(app):
+        with directory.lock():  # refuses what somebody else works on before anything is started
+            pass
+        with running(app, roster) as federation:
+            federation.start_run({"out": str(app.out), "nodes": roster.nodes, "resume": True})
+            follow(federation, shown)
     return RunDirectory.open(app.out)
 
 
@@ -177,7 +238,6 @@ def _begin(directory: RunDirectory, screen: Display) -> int:
 
 def _reason(federation: Federation) -> str:
     """Why a run did not finish, in its own words."""
-    log = federation.processes.log("run")
-    lines = log.read_text(errors="replace").splitlines()
+    log, lines = federation.processes.log("run"), federation.processes.said("run").splitlines()
     told = [line.partition("fedloom: ")[2] for line in lines if "fedloom: " in line]
     return f"{told[-1]} The whole log: {log}." if told else f"The run did not finish; its log is {log}."

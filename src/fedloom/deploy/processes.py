@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from fedloom.core.errors import NeedsError, RunError
 
@@ -22,6 +23,10 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
          "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
          "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # fmt: skip
 """No reports, no look for updates, no installation of packages at run time; tasks begin without delay."""
+NAME = "FEDLOOM_PROCESS"
+"""In the environment of a process and of all that it starts: its name. A shell with the same FLWR_HOME has none."""
+PATIENCE = 5.0
+"""Seconds that processes have to end by themselves."""
 
 
 def program(name: str) -> str:
@@ -42,33 +47,58 @@ def free_port() -> int:
 
 
 class Processes:
-    """Processes by name, each with a log; leaving the ``with`` stops them and all that they started."""
+    """Processes by name, each with a log; leaving the ``with`` stops them and all that they started.
+
+    Within it, SIGTERM and SIGHUP interrupt as Ctrl-C does; once something did, more of them only hurry the end.
+    """
 
     def __init__(self, logs: Path, home: Path) -> None:
-        self._logs = logs
+        self._logs, self._home = logs, home.resolve()
         logs.mkdir(parents=True, exist_ok=True)
         home.mkdir(parents=True, exist_ok=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path}
+        self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self._home), "PATH": path, NAME: "call"}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._begun: dict[str, int] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._stopping = self._hurry = False
 
     def __enter__(self) -> Self:
+        self._stopping = self._hurry = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and a shell's & want it
+                    self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._stopping = True
+        try:
+            self.stop()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers = {}
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            self._hurry = True
+        else:
+            self._stopping = True
+            raise KeyboardInterrupt
 
     def start(self, name: str, command: Sequence[str], extra: Mapping[str, str] | None = None) -> None:
         """Start a process; its output goes to its log."""
         with self.log(name).open("ab") as log:
+            self._begun[name] = log.tell()
             self.running[name] = subprocess.Popen(
                 [program(command[0]), *command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**self.environment, **(extra or {})},
+                env={**self.environment, **(extra or {}), NAME: name},
                 start_new_session=True,
             )
 
@@ -84,37 +114,75 @@ class Processes:
         """The file that a process writes to."""
         return self._logs / f"{name}.log"
 
+    def said(self, name: str) -> str:
+        """What a process wrote to its log since it was started last."""
+        return self.log(name).read_bytes()[self._begun.get(name, 0) :].decode(errors="replace")
+
     def alive(self, name: str) -> bool:
         """Whether it still runs."""
         return self.running[name].poll() is None
 
     def kill(self, name: str) -> None:
-        """End a process and its children at once, as a power cut would."""
+        """End a process and all that it started at once, as a power cut would."""
         self._signal(self.running[name], signal.SIGKILL)
         self.running.pop(name).wait()
+        self._kill_left(name)
 
     def stop(self) -> None:
-        """End all: politely, then not."""
-        for process in self.running.values():
-            self._signal(process, signal.SIGTERM)
-        end = time.monotonic() + 5
-        for process in self.running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-        for process in self.running.values():
-            self._signal(process, signal.SIGKILL)
-            process.wait()
-        self.running = {}
+        """End all, also what an earlier, killed parent left behind: politely, then not."""
+        try:
+            for process in self.running.values():
+                self._signal(process, signal.SIGTERM)
+            for left in self._left():
+                _signal(left, signal.SIGTERM)
+            end = time.monotonic() + PATIENCE
+            while self._any() and time.monotonic() < end and not self._hurry:
+                time.sleep(0.1)
+        finally:
+            for process in self.running.values():
+                self._signal(process, signal.SIGKILL)
+                process.wait()
+            self._kill_left()
+            self.running = {}
 
     def check(self, name: str) -> None:
         """Refuse to go on without a process that should be there."""
         if not self.alive(name):
             raise RunError(f"{name} ended with code {self.running[name].returncode}; its log is {self.log(name)}.")
 
+    def _any(self) -> bool:
+        return any(process.poll() is None for process in self.running.values()) or bool(self._left())
+
+    def _kill_left(self, name: str | None = None) -> None:
+        """Kill until nothing is left: what is killed may have started something meanwhile."""
+        end = time.monotonic() + PATIENCE
+        while (found := self._left(name)) and time.monotonic() < end:
+            for left in found:
+                _signal(left, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _left(self, name: str | None = None) -> list[int]:
+        """Processes that were started here, or by those, in whatever session they are: Flower opens its own."""
+        found = []
+        for proc in Path("/proc").glob("[0-9]*"):
+            try:
+                entries = (proc / "environ").read_bytes().split(b"\0")
+            except OSError:  # gone, or somebody else's
+                continue
+            names = [entry.partition(b"=")[2].decode() for entry in entries if entry.startswith(f"{NAME}=".encode())]
+            if os.fsencode(f"FLWR_HOME={self._home}") in entries and names and name in (None, *names):
+                found.append(int(proc.name))
+        return [number for number in found if number != os.getpid()]
+
     @staticmethod
     def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, number)
 
 
 def wait_for_port(port: int, processes: Processes, name: str, seconds: float = 60.0) -> None:

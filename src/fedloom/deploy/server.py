@@ -48,7 +48,7 @@ def server_app() -> ServerApp:
             serve(grid, read(context.run_config), display("plain"))
         except FedloomError as error:
             sys.stderr.write(f"fedloom: {error}\n")  # the one line that whoever reads the log is to find
-            sys.exit(2)
+            raise  # after sys.exit, Flower would drop the rest of the log and wait a minute
 
     app.main()(main)
     return app

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,9 @@ from fedloom.core.errors import ConfigError, RunError, unknown
 from fedloom.deploy.options import SHARED, DeployOptions
 from fedloom.runs.files import write_file
 from fedloom.runs.options import RunOptions
+
+NAME = "[A-Za-z][A-Za-z0-9-]{0,31}"
+"""What Flower takes as the name of an app and of its folder."""
 
 PROJECT = """\
 [build-system]
@@ -92,17 +96,28 @@ https://www.apache.org/licenses/LICENSE-2.0
 
 def write_app(folder: Path, method: str, given: Mapping[str, Any], trial: Mapping[str, Any]) -> Path:
     """Write an app for ``method`` into a new or empty folder, with ``given`` settings in place of the defaults."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; give a new or empty folder.")
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder} is not empty; give a new or empty folder.")
+    name = folder.resolve().name
+    if not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"{name!r} cannot be an app's name; name its folder with at most 32 letters, digits and hyphens, "
+            "a letter first, e.g. ward-3."
+        )
     title = algorithms.get(method).name
     project = PROJECT.format(
-        name=folder.resolve().name.lower().replace("_", "-"),
+        name=name.lower(),
         title=title,
         version=__version__,
         config="".join(_settings(method, given)),
         trial="".join(f"{name} = {json.dumps(value)}\n" for name, value in trial.items()),
     )
-    (folder / "federation").mkdir(parents=True)
+    try:
+        (folder / "federation").mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"Cannot make {folder}: {error.strerror}; give a folder that can be written to.") from error
     for name, text in {
         "pyproject.toml": project.encode(),
         "LICENSE": LICENCE.encode(),

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trials that are stopped, killed and gone on with, with other processes in the place of Flower's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.core.errors import RunError
+from fedloom.deploy import local as trial
+from fedloom.deploy.local import App, Federation, alone, app_in, follow
+from fedloom.deploy.processes import Processes
+from fedloom.deploy.template import write_app
+from fedloom.deploy.trial import about
+from fedloom.progress import display
+from fedloom.runs.directory import RunDirectory
+
+STUBBORN = "trap '' TERM; setsid sleep 300 & sleep 300 & wait; wait; wait"
+"""A shell that does not end when asked to, with a child in another session, as Flower's link has."""
+
+PARENT = """
+import signal, sys, time
+from pathlib import Path
+from fedloom.deploy.processes import Processes
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+with Processes(Path(sys.argv[1]) / "logs", Path(sys.argv[1]) / "flower") as processes:
+    processes.start("shell", ["sh", "-c", sys.argv[2]])
+    time.sleep(60)
+"""
+
+
+def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, why
+        time.sleep(0.2)
+
+
+def running_below(folder: Path) -> list[str]:
+    """Command lines of processes with Flower's home in ``folder``."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={folder}".encode() in (proc / "environ").read_bytes() and int(proc.name) != os.getpid():
+                found.append((proc / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
+
+
+def new_app(folder: Path) -> App:
+    write_app(folder, "fedavg", about("digits"), {"dataset": "digits"})
+    return app_in(folder)
+
+
+def test_processes_are_stopped_with_their_children_in_other_sessions_too(tmp_path: Path) -> None:
+    with Processes(tmp_path / "logs", tmp_path / "flower") as processes:
+        processes.start("shell", ["sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
+        wait_until(lambda: len(running_below(tmp_path)) == 3, 10, "the shell started nothing")
+    assert running_below(tmp_path) == []
+
+
+def test_killing_one_ends_what_it_started_and_nothing_else(tmp_path: Path) -> None:
+    with Processes(tmp_path / "logs", tmp_path / "flower") as processes:
+        processes.start("link", ["sh", "-c", "setsid sleep 301 & sleep 302; true"])
+        processes.start("node", ["sleep", "303"])
+        wait_until(lambda: len(running_below(tmp_path)) == 4, 10, "too few were started")
+        processes.kill("link")
+        assert [line.split()[-1] for line in running_below(tmp_path)] == ["303"]
+
+
+def test_a_shell_with_the_same_home_is_not_ours(tmp_path: Path) -> None:
+    processes = Processes(tmp_path / "logs", tmp_path / "flower")
+    with subprocess.Popen(["sleep", "300"], env={**os.environ, "FLWR_HOME": str(tmp_path / "flower")}) as other:
+        try:
+            processes.stop()
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP"], ["SIGINT"], ["SIGINT", "SIGINT"], ["SIGTERM", "SIGINT"]])
+def test_nothing_is_left_after_a_signal_and_a_second_one_hurries(signals: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path), STUBBORN]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as parent:
+        try:
+            wait_until(lambda: len(running_below(tmp_path)) == 3, 20, "nothing began")
+            begun = time.monotonic()
+            for name in signals:
+                parent.send_signal(getattr(signal, name))
+                time.sleep(0.7)
+            parent.wait(20)
+            took = time.monotonic() - begun
+        finally:
+            parent.kill()
+        assert parent.stderr is not None and parent.stderr.read().endswith(b"KeyboardInterrupt\n")
+    assert running_below(tmp_path) == []
+    assert (took < 4) == (len(signals) == 2)
+
+
+def test_what_a_killed_trial_left_is_ended_before_the_next_and_only_one_runs(tmp_path: Path) -> None:
+    app = new_app(tmp_path / "app")
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(app.local), STUBBORN]) as parent:
+        wait_until(lambda: len(running_below(app.local)) == 3, 20, "nothing began")
+        parent.kill()
+    assert len(running_below(app.local)) == 3
+    with alone(app):
+        assert running_below(app.local) == []
+        with pytest.raises(RunError, match="is in use by process"), alone(app):
+            pass
+
+
+def test_the_reason_of_this_run_is_told_and_not_that_of_an_earlier_one(tmp_path: Path) -> None:
+    federation = Federation(new_app(tmp_path / "app"))
+    federation.processes.log("run").write_text("fedloom: An earlier reason.\n")
+    with federation.processes as processes:
+        processes.start("link", ["sleep", "300"])
+        processes.start("run", ["sh", "-c", "echo INFO: begun; echo fedloom: Too few clients.; echo ERROR: it failed"])
+        with pytest.raises(RunError, match=r"^Too few clients\. The whole log: "):
+            follow(federation, display("quiet"))
+        processes.start("run", ["true"])
+        with pytest.raises(RunError, match="The run did not finish; its log is"):
+            follow(federation, display("quiet"))
+
+
+def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, nodes, runs = new_app(tmp_path / "app"), [], []
+
+    def start_node(self: Federation, client: str, config: Any) -> None:
+        nodes.append((client, config.get("role", "participant")))
+
+    monkeypatch.setattr(Federation, "start_link", lambda self: None)
+    monkeypatch.setattr(Federation, "start_node", start_node)
+    monkeypatch.setattr(Federation, "start_run", lambda self, changes: runs.append(changes))
+    monkeypatch.setattr(
+        trial,
+        "follow",
+        lambda federation, shown: app.out.exists() or RunDirectory.create(app.out, {"method": "fedavg"}),
+    )
+    trial.local(app, 3, 1, display("quiet"))
+    begun, data = list(nodes), app.local / "nodes" / "1" / "data.npz"
+    data.write_bytes(b"my own")
+    nodes.clear()
+    trial.resume(app, display("quiet"))
+    assert nodes == begun == [("0", "participant"), ("1", "participant"), ("2", "participant"), ("3", "newcomer")]
+    assert [(run["nodes"], run.get("resume", False)) for run in runs] == [(3, False), (3, True)]
+    assert data.read_bytes() == b"my own"
+    with RunDirectory.open(app.out).lock(), pytest.raises(RunError, match="is in use by"):
+        trial.resume(app, display("quiet"))
+    trial.Roster.file(app).unlink()
+    with pytest.raises(RunError, match="begin again with `fedloom deploy local`"):
+        trial.resume(app, display("quiet"))
