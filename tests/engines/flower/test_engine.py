@@ -15,11 +15,13 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from conftest import play, small_federation
-from engines.flower.nearby import deployed
+from engines.flower.nearby import Nearby, deployed, table_of
 from fedloom import algorithms
 from fedloom.core.errors import RoundError
 from fedloom.core.trees import flatten, tree_map
 from fedloom.core.wire import decode, encode
+from fedloom.deploy.options import read
+from fedloom.deploy.server import Deployment
 from fedloom.engines.flower.codec import Malformed, pack, program_of
 from fedloom.engines.flower.engine import VERSION, Rules
 
@@ -183,6 +185,25 @@ def test_noise_for_privacy_cannot_be_drawn_from_the_seed(tmp_path: Path) -> None
 
     assert replies(tmp_path / "a", 0.0).equal(replies(tmp_path / "b", 0.0))
     assert not replies(tmp_path / "c", 0.1).equal(replies(tmp_path / "d", 0.1))
+
+
+def test_noise_for_privacy_never_comes_twice(tmp_path: Path) -> None:
+    """Two runs with one folder and one seed, one of which trains with no step size: its noise must take nothing off."""
+
+    def reply(run: str, noise: float, lr: float) -> Any:
+        federation = small_federation(["mlp:hidden=5"])
+        table = table_of("mh_pfedhn", federation, laplace_noise=noise, local_lr=lr)
+        lobby = Nearby(federation, table, tmp_path)
+        lobby.run = run
+        lobby.refresh()
+        Deployment(read(table), lobby, [lobby.told[client] for client in federation.roster]).train_round()
+        kept = [reply for kind, client, _, reply in lobby.letters if kind == "train" and client == "0"]
+        return decode(kept[0]["trees"]["reply"].data)["delta"]
+
+    clean, noisy, again = reply("a", 0.0, 0.05), reply("b", 0.1, 0.05), reply("b", 0.1, 0.05)
+    still = reply("c", 0.1, 1e-30)
+    assert float((noisy - still - clean).abs().mean()) > 0.05  # 0.15 where the two are independent
+    assert float((noisy - again).abs().mean()) > 0.05  # and none for those who ask the same twice
 
 
 @pytest.mark.parametrize(
