@@ -45,7 +45,7 @@ def write_private(path: Path, data: bytes) -> bool:
         except FileExistsError:
             return False
         finally:
-            os.unlink(temporary)
+            Path(temporary).unlink()
     return True
 
 

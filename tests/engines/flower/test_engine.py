@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
@@ -37,6 +39,14 @@ def raw(reply: RecordDict, form: str) -> RecordDict:
     return RecordDict({"facts": reply["facts"], "trees": ArrayRecord({"reply": Array("u", (1,), form, b"x")})})
 
 
+def deep(reply: RecordDict) -> RecordDict:
+    """An honest reply's facts, and a tree that recursion does not get through."""
+    name = "/".join("a" * 30_000)
+    data = safetensors.torch.save({name: torch.zeros(1, dtype=torch.float64)}, {"order": json.dumps([name])})
+    tree = Array("uint8", (len(data),), "safetensors", data)
+    return RecordDict({"facts": reply["facts"], "trees": ArrayRecord({"reply": tree})})
+
+
 def unchanged(tree: Any) -> Any:
     return tree
 
@@ -51,6 +61,9 @@ BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
     "other round": (lambda r: with_reply(r, unchanged, stage=0), "replied for stage 0; asked was 1"),
     "other ask": (lambda r: with_reply(r, unchanged, ask=9), "replied for ask 9"),
     "garbage": (lambda r: raw(r, "safetensors"), "cannot be read"),
+    "deep": (lambda r: deep(r), "sent a tree of more than 32 levels"),
+    "surprise": (lambda r: 7, "sent a reply that cannot be used (AttributeError)"),
+    "terminal": (lambda r: pack({"error": "\x1b[2J\nall is well"}), " [2J all is well"),
     "no tree": (lambda r: RecordDict({"facts": r["facts"]}), "no tree named 'reply'"),
     "no facts": (lambda r: RecordDict({"other": ConfigRecord({"a": 1})}), "sent records named ['other']"),
     "pickle": (lambda r: raw(r, "pickle"), "no tree named 'reply'"),
@@ -215,8 +228,6 @@ def test_noise_for_privacy_never_comes_twice(tmp_path: Path) -> None:
     ],
 )
 def test_a_program_can_only_name_functions_of_fedloom(part: list[str], message: str) -> None:
-    import json
-
     fine = ["fedloom.algorithms.fedavg", "client_step"]
     text = json.dumps({"name": "x", "init": part, "step": fine, "final": fine, "batches": None, "guest": None})
     method = algorithms.get("fedavg")

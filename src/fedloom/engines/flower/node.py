@@ -21,8 +21,8 @@ from fedloom.engines.sequential import Sequential, run_client
 class Node(Sequential):
     """The batches and the draws in training are those of a simulation with the same seed; noise for privacy is not.
 
-    ``home.key`` is what client programs draw that noise from. Here it is made of the client's secret and of the machine's
-    own randomness, anew for every ask: noise that came twice could be subtracted.
+    ``home.key`` is what client programs draw that noise from. Here it is made of the client's secret and of the
+    machine's own randomness, anew for every ask: noise that came twice could be subtracted.
     """
 
     def __init__(
