@@ -72,7 +72,7 @@ def test_local_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
 
 
 @needs_flower
-def test_keys_are_made_once_and_are_whose_they_say(refused: Refused, cli: Cli, tmp_path: Path) -> None:
+def test_keys_are_made_once_added_to_and_are_whose_they_say(refused: Refused, cli: Cli, tmp_path: Path) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
@@ -93,4 +93,8 @@ def test_keys_are_made_once_and_are_whose_they_say(refused: Refused, cli: Cli, t
     assert hosts.get_values_for_type(x509.DNSName) == ["link.example.org", "localhost"]
     assert all((keys / f).stat().st_mode & 0o77 == 0 for f in ("ca.key", "server.key", "nodes/0"))
     assert "return 403" in (keys / "nginx.conf").read_text()
-    assert "holds keys already" in refused("deploy", "keys", "ward", "--nodes", 2)
+    before = {file: file.read_bytes() for file in keys.rglob("*") if file.is_file()}
+    assert "cannot be called '../../evil'" in refused("deploy", "keys", "ward", "--node", "../../evil")
+    assert cli("deploy", "keys", "ward", "--node", "clinic", "--node", "second").code == 0
+    assert all(file.read_bytes() == data for file, data in before.items())
+    assert sorted(clients_by_key(keys / "clients").values()) == ["0", "1", "clinic", "second"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
 
 from conftest import small_federation
-from engines.flower.nearby import table_of
-from fedloom.core.errors import ConfigError, RunError
+from engines.flower.nearby import deployed, table_of
+from fedloom.core.errors import DataError, RoundError, RunError
 from fedloom.deploy.client import answer, own_config
 from fedloom.deploy.options import read
-from fedloom.deploy.store import Store
+from fedloom.deploy.store import Refusal, Store, write_private
 from fedloom.engines.flower.codec import facts_of, pack
 
 X, Y = np.zeros((4, 1, 6, 6)), np.array([0, 1, 2, 0])
@@ -36,7 +37,7 @@ def hello(tmp_path: Path, data: Any, model: Any = "mlp:hidden=5", **node: Any) -
     [
         ((X[:, :, :5], Y), "has train samples of shape (1, 5, 6); this federation's have (1, 6, 6)."),
         ((X + np.nan, Y), "has train samples with NaN or infinite values."),
-        ((X, Y[:3]), "has 4 train samples and 3 labels."),
+        ((X, Y[:3]), "has another number of train labels than of train samples."),
         ((X, Y + 1), "has train labels outside of 0 to 2."),
         ({"train": (X[:0], Y[:0])}, "has no samples: load_data gave none."),
     ],
@@ -49,17 +50,63 @@ def test_an_error_in_a_users_function_says_nothing_of_the_data(tmp_path: Path, c
     def load(node: Any) -> Any:
         raise KeyError("patient Smith")
 
-    assert hello(tmp_path, load) == {"error": "failed with KeyError; its own log says why"}
+    assert hello(tmp_path, load) == {"error": "failed with KeyError in query.hello; its own log says why"}
     assert "patient Smith" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ValueError, DataError])
+def test_an_error_in_training_says_its_type_and_its_stage_and_nothing_of_the_data(
+    kind: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path)
+
+    def leak(self: Any, params: Any, buffers: Any, x: torch.Tensor, *_: Any) -> Any:
+        raise kind(f"bad sample {x.flatten()[:3].tolist()}")
+
+    monkeypatch.setattr("fedloom.models.model.Model.train", leak)
+    with pytest.raises(RoundError) as error:
+        ours.train_round()
+    reasons = {d.reason for d in ours.engine.books.dropped}
+    assert reasons == {f"raised {kind.__name__} in step; its own log says why"} and "bad sample" not in str(error.value)
+    assert "bad sample [" in capsys.readouterr().err
+
+
+def test_a_readers_error_is_not_told_even_if_it_is_fedlooms(tmp_path: Path, capsys: Any) -> None:
+    def load(node: Any) -> Any:
+        raise DataError("patient Smith")
+
+    assert hello(tmp_path, load) == {"error": "failed with DataError in query.hello; its own log says why"}
+    assert "patient Smith" in capsys.readouterr().err
+
+
+def test_a_folder_is_one_clients(tmp_path: Path) -> None:
+    assert hello(tmp_path, (X, Y), client="a")["client"] == "a"
+    refusal = {"error": "has a folder that belongs to another client; give each node a folder of its own."}
+    assert hello(tmp_path, (X, Y), client="b") == refusal
+    assert hello(tmp_path, (X, Y), client="a")["client"] == "a"
+
+
+def test_what_is_private_is_so_from_the_first_byte(tmp_path: Path, monkeypatch: Any) -> None:
+    modes: list[int] = []
+    real = os.fsync
+
+    def seen(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", seen)
+    assert write_private(tmp_path / "secret", b"one") and not write_private(tmp_path / "secret", b"two")
+    assert (tmp_path / "secret").read_bytes() == b"one" and set(modes) == {0o600}
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"]
 
 
 def test_a_client_tells_its_name_its_network_and_its_splits(tmp_path: Path) -> None:
     told = hello(tmp_path, {"train": (X, Y), "test": (X, Y)}, client="clinic")
     assert told["client"] == "clinic" and told["splits"] == "train test" and told["role"] == "participant"
     assert told["model"] == '["mlp", [["hidden", 5]]]'
-    unnamed = hello(tmp_path, (X, None), role="newcomer")
+    unnamed = hello(tmp_path / "other", (X, None), role="newcomer")
     assert unnamed["client"].startswith("client-") and unnamed["role"] == "newcomer"
-    assert hello(tmp_path, (X, None))["client"] == unnamed["client"]  # it stays
+    assert hello(tmp_path / "other", (X, None))["client"] == unnamed["client"]  # it stays
 
 
 def test_a_node_can_have_options_of_its_own_but_not_other_privacy() -> None:
@@ -67,7 +114,7 @@ def test_a_node_can_have_options_of_its_own_but_not_other_privacy() -> None:
     plain, private = (read({**table, "descriptor-epsilon": e}).config for e in (0.0, 1.0))
     assert own_config(private, {"descriptor-epsilon": 0.5, "client": "a"}).descriptor_epsilon == 0.5
     assert own_config(plain, {"local-lr": 0.5}).local_lr == 0.5 and own_config(plain, {}) == plain
-    with pytest.raises(ConfigError, match="made for one of the two"):
+    with pytest.raises(Refusal, match="made for one of the two"):
         own_config(plain, {"descriptor-epsilon": 0.5})
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,19 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
 
+from flwr.app import RecordDict
+
 from conftest import models_for, small_federation
 from engines.flower.nearby import Nearby, deployed, table_of
 from fedloom import algorithms, api
 from fedloom.core.errors import NeedsError, RoundError, RunError
-from fedloom.core.trees import flatten
+from fedloom.core.trees import PerClient, flatten
 from fedloom.core.wire import decode
 from fedloom.deploy import server
 from fedloom.deploy.options import read
 from fedloom.deploy.roster import SizeOnly, grown, in_order
-from fedloom.engines.flower.codec import facts_of
+from fedloom.engines.flower.codec import facts_of, pack
+from fedloom.engines.flower.engine import Rules
 from fedloom.progress import display
 from fedloom.runs.directory import RunDirectory
 
@@ -43,6 +48,7 @@ def test_an_error_of_the_server_is_one_line_and_reaches_flower(
 
 def test_clients_are_ordered_by_name_and_numbers_by_value() -> None:
     assert in_order(["10", "2", "b", "a10", "a9", "1"]) == ["1", "2", "10", "a9", "a10", "b"]
+    assert in_order(["1", "01"]) == in_order(["01", "1"]) == ["01", "1"]
 
 
 def test_a_state_grows_by_rows_and_by_pieces() -> None:
@@ -116,10 +122,11 @@ def test_a_client_for_whom_the_method_has_no_room_is_a_newcomer(tmp_path: Path) 
     assert ours.setup.clients == ("0", "1", "2") and ours.newcomers == ("3",)
 
 
-def served(method: str, federation: Any, folder: Path, monkeypatch: Any, **changes: Any) -> Nearby:
+def served(method: str, federation: Any, folder: Path, monkeypatch: Any, faults: Any = None, **changes: Any) -> Nearby:
     """A whole run through ``serve``; gives the network with all that crossed it."""
     table = table_of(method, federation, **changes)
     lobby = Nearby(federation, table, folder / "nodes")
+    lobby.faults = faults or {}
 
     def nearby(grid: Any, options: Any, run: str) -> Nearby:
         lobby.run = run
@@ -258,6 +265,169 @@ def test_a_network_that_the_app_does_not_list_is_not_imported(
     lobby.refresh()
     assert all(reason in text for text in lobby.refused) if reason else not lobby.refused
     assert len(lobby.nodes) == (0 if reason else 5)
+
+
+def greets(**facts: Any) -> Any:
+    """A client whose greeting says this instead; None: nothing."""
+
+    def changed(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict:
+        told = {**dict(reply["facts"]), **facts}
+        return pack({n: v for n, v in told.items() if v is not None}) if kind == "query.hello" else reply
+
+    return changed
+
+
+LIES = {
+    "deep": ("pfedhn", {"model": "[" * 200_000}, "node 114 sent a greeting that cannot be read"),
+    "deep, not long": ("pfedhn", {"model": "[" * 9_999}, "node 114 sent a greeting that cannot be read"),
+    "none": ("pfedhn", {"model": None}, "the method needs to be told its network"),
+    "wide": ("pfedhn", {"model": '["mlp", [["hidden", 100000000000]]]'}, "expected 1 to 100,000,000"),
+    "large": ("mh_pfedhn", {"size": 10**10}, "it has 10,000,000,000 parameters; expected 1 to 100,000,000"),
+    "empty": ("mh_pfedhn", {"size": 0}, "it has 0 parameters"),
+    "another": ("fedavg", {"model": '["mlp", [["hidden", 7]]]'}, "client 2 has another network than the others"),
+    "terminal": ("fedavg", {"error": "\x1b[2J\nfine"}, "node 114  [2J fine"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_client_that_cannot_be_served_is_refused_by_name_and_the_run_goes_on(
+    lie: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    method, facts, reason = LIES[lie]
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+    served(method, federation, tmp_path, monkeypatch, {"2": greets(**facts)}, out=str(out), nodes=4, rounds=1)
+    (record,) = RunDirectory.open(out).records()
+    assert record["clients"] == 4 and len(record["refused"]) == 1 and reason in record["refused"][0]
+    with pytest.raises(RoundError, match=r"4 clients .*are connected, and 5 are needed"):
+        served(
+            method, federation, tmp_path / "b", monkeypatch, {"2": greets(**facts)}, out=str(tmp_path / "c"), nodes=5
+        )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn"])
+def test_a_late_client_that_cannot_be_served_is_refused_and_the_round_goes_on(
+    method: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    table = table_of(method, federation, **({"embed_dim": 4} if method == "pfedhn" else {}))
+    lobby = Nearby(federation, table, tmp_path)
+    lobby.disconnect("4")
+    lobby.refresh()
+    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2", "3")])
+    lobby.connect("4")
+    if method == "fedavg":
+        lobby.faults["4"] = greets(model='["mlp", [["hidden", 7]]]')
+    else:
+        monkeypatch.setattr(ours, "_room_for", lambda one: torch.empty(1 << 60))
+    record = ours.train_round()
+    reason = server.OTHER_NETWORK if method == "fedavg" else "cannot be taken in (RuntimeError)"
+    assert record["refused"] == [f"client 4 {reason}"] and record["clients"] == 4 and len(ours.roster) == 4
+
+
+def test_seven_of_25_are_28_percent(tmp_path: Path) -> None:
+    assert 7 < 0.28 * 25  # as numbers of the machine go
+    ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path)
+    engine = ours.engine
+    engine.rules, engine._stage = Rules(1.0, 0.28), 1
+    for number, counts in ((7, True), (6, False)):
+        engine_ask = lambda *_, number=number: PerClient.empty([str(i) for i in range(number)])  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedloom.engines.engine.AbstractEngine.ask", engine_ask)
+            with nullcontext() if counts else pytest.raises(RoundError, match="fewer than the quorum"):
+                ours.engine.ask(SimpleNamespace(name="x"), {}, PerClient.empty([str(i) for i in range(25)]))
+
+
+def sums(**changes: float) -> Any:
+    """A client that lies about its evaluation."""
+
+    def changed(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict:
+        if kind != "train" or not facts_of(asked)["program"].startswith('{"name": "evaluate.'):
+            return reply
+        tree = decode(reply["trees"]["reply"].data)
+        told = {name: torch.full_like(tree[name], value) for name, value in changes.items()}
+        return pack(dict(reply["facts"]), reply={**tree, **told})
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        ({"samples": 0.0}, "says that it tried 0 samples"),
+        ({"samples": 2.5}, "says that it tried 2.5 samples"),
+        ({"metric": 1e9}, "says that 1e+09 of"),
+        ({"metric": -1.0}, "says that -1 of"),
+        ({"loss": float("nan")}, "NaN or Inf"),
+    ],
+)
+def test_a_client_that_lies_about_its_score_has_the_worst_and_is_recorded(
+    lie: dict[str, float], reason: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+    served("fedavg", federation, tmp_path, monkeypatch, {"2": sums(**lie)}, out=str(out), nodes=5, rounds=1)
+    directory = RunDirectory.open(out)
+    summary, (record,) = directory.summary(), directory.records()
+    assert summary is not None and summary["clients"]["2"]["metric"] == 0.0
+    assert summary["clients"]["2"]["samples"] == 1 and summary["clients"]["0"]["samples"] > 1
+    assert {d["client"] for d in record["dropped"]} == {"2"} and reason in record["dropped"][0]["reason"]
+    assert {d["program"] for d in record["dropped"]} == {"evaluate.val", "evaluate.test"}
+
+
+def delivery(out: Path) -> Any:
+    return json.loads((out / "delivery.json").read_text())
+
+
+def test_a_newcomer_that_does_not_fit_keeps_no_model_from_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["mlp:hidden=5"], unseen=2), tmp_path / "run"
+    other = {"4": greets(model='["mlp", [["hidden", 7]]]')}
+    served("fedavg", federation, tmp_path, monkeypatch, other, out=str(out), nodes=3, rounds=1, adapt="prior")
+    assert delivery(out) == {"delivered": ["0", "1", "2", "3"], "failed": {}}
+    (record,) = RunDirectory.open(out).records()
+    assert record["refused"] == [f"client 4 {server.OTHER_NETWORK}"]
+
+
+def silent(*kinds: str) -> Any:
+    return lambda kind, asked, reply: "did not answer" if kind in kinds else reply
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_newcomer_that_is_silent_keeps_no_model_from_the_others(
+    number: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation, out = small_federation(["mlp:hidden=5"], unseen=number), tmp_path / "run"
+    quiet, there = {"4": silent("train")}, [str(i) for i in range(4)]
+    options = {"out": str(out), "finetune_after": 1}
+    served("it_pfl_hn", federation, tmp_path, monkeypatch, quiet, nodes=5 - number, rounds=2, **options)
+    found = delivery(out)
+    assert sorted(found["delivered"]) == there and set(found["failed"]) == {"4"}
+    assert "did not answer" in found["failed"]["4"]
+    summary = RunDirectory.open(out).summary()
+    assert summary is not None and summary["finished"]
+    with nullcontext() if number == 2 else pytest.raises(RoundError, match="No newcomer got a model: 4 could not be"):
+        served("it_pfl_hn", federation, tmp_path, monkeypatch, quiet, admit=True, **options)
+    assert delivery(out)["delivered"] == there[5 - number :] and set(delivery(out)["failed"]) == {"4"}
+
+
+def test_an_admission_that_fails_for_all_at_once_is_tried_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
+    real = server.Deployment.admit
+
+    def fails(self: Any, newcomers: Any) -> Any:
+        if "4" in newcomers:
+            raise ZeroDivisionError("4 is odd")
+        return real(self, newcomers)
+
+    monkeypatch.setattr(server.Deployment, "admit", fails)
+    federation, out = small_federation(["mlp:hidden=5"], unseen=2), tmp_path / "run"
+    served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=3, rounds=2, finetune_after=1)
+    found = delivery(out)
+    assert sorted(found["delivered"]) == ["0", "1", "2", "3"]
+    assert found["failed"] == {"4": "could not be admitted: (ZeroDivisionError)"}
+
+
+def test_a_client_that_does_not_take_its_model_is_noted(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+    served("fedavg", federation, tmp_path, monkeypatch, {"2": silent("query.deploy")}, out=str(out), nodes=5, rounds=1)
+    assert delivery(out) == {"delivered": ["0", "1", "3", "4"], "failed": {"2": "did not answer"}}
 
 
 def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkeypatch: Any) -> None:

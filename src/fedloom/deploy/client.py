@@ -9,6 +9,8 @@ the method that this client wants otherwise, e.g. ``descriptor-epsilon``.
 from __future__ import annotations
 
 import json
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,12 +27,11 @@ from fedloom.adaptation.calibration import Privacy
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build
 from fedloom.core.contract import predict_with_target
-from fedloom.core.errors import ConfigError, DataError, FedloomError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import encode
 from fedloom.deploy.options import Settings, read
-from fedloom.deploy.store import Store
-from fedloom.engines.engine import ClientFault
+from fedloom.deploy.store import Refusal, Store
+from fedloom.engines.engine import SPOILT, ClientFault
 from fedloom.engines.flower.codec import Malformed, facts_of, pack, program_of, tree_of
 from fedloom.engines.flower.node import Node
 from fedloom.models.model import Model
@@ -66,7 +67,10 @@ def client_app(load_data: LoadData, build_model: BuildModel) -> ClientApp:
 def answer(
     kind: str, content: RecordDict, context: Context, load_data: LoadData, build_model: BuildModel
 ) -> RecordDict:
-    """The reply to a message of that type. What fails is told in a sentence, without anything of the data."""
+    """The reply to a message of that type. What fails is told in a sentence, without anything of the data.
+
+    The text of an error can hold samples, so only its type and where it came up are told, unless the text is fedloom's.
+    """
     try:
         asked = facts_of(content)
         client = Participant(read(context.run_config), context.node_config, load_data, build_model)
@@ -75,13 +79,19 @@ def answer(
         if kind == "query.deploy":
             return client.deploy(asked, content)
         return client.answer(asked, content)
-    except (FedloomError, ClientFault, Malformed) as error:
+    except (Refusal, Malformed) as error:
         return pack({"error": str(error)})
     except Exception as error:
-        import traceback
-
         traceback.print_exc()  # for the node's own log
-        return pack({"error": f"failed with {type(error).__name__}; its own log says why"})
+        return pack({"error": _told(error, kind)})
+
+
+def _told(error: Exception, kind: str) -> str:
+    """An error without its text."""
+    if str(error) == SPOILT:
+        return SPOILT
+    at = re.match(r"raised \w+ in (init|step|final)\b", str(error)) if isinstance(error, ClientFault) else None
+    return f"{at[0] if at else f'failed with {type(error).__name__} in {kind}'}; its own log says why"
 
 
 class Participant:
@@ -97,6 +107,7 @@ class Participant:
         self.plain, self.algorithm = algorithms.get(settings.method), algorithm_of(settings.method, options)
         self.store = Store(Path(str(node.get("folder", Path.home() / ".fedloom" / "node"))))
         self.name = str(node.get("client", "")) or self.store.name
+        self.store.claim(self.name)
         device, dtype = device_of(str(node.get("device", "auto"))), getattr(torch, options.dtype)
         network = build_model(node)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
@@ -176,7 +187,7 @@ class Participant:
             rows[split] = np.arange(start, start + length)
             start += length
         if not start:
-            raise DataError("has no samples: load_data gave none.")
+            raise Refusal("has no samples: load_data gave none.")
         client = Client(self.name, self.model, rows)
         return Federation(torch.cat(xs), torch.cat(ys), self.task, {self.name: client})
 
@@ -185,16 +196,16 @@ class Participant:
         shape, outputs = self.settings.deploy.shape, self.settings.deploy.num_outputs
         x = torch.as_tensor(x)
         if tuple(x.shape[1:]) != shape:
-            raise DataError(f"has {split} samples of shape {tuple(x.shape[1:])}; this federation's have {shape}.")
+            raise Refusal(f"has {split} samples of shape {tuple(x.shape[1:])}; this federation's have {shape}.")
         if not x.isfinite().all():
-            raise DataError(f"has {split} samples with NaN or infinite values.")
+            raise Refusal(f"has {split} samples with NaN or infinite values.")
         if y is None:  # no program may read these: any use of them as classes fails
             y = torch.full((len(x),), -1)
         y = torch.as_tensor(y)
         if len(y) != len(x):
-            raise DataError(f"has {len(x)} {split} samples and {len(y)} labels.")
+            raise Refusal(f"has another number of {split} labels than of {split} samples.")
         if self.task.class_scores and len(y) and (int(y.min()) < -1 or int(y.max()) >= outputs):
-            raise DataError(f"has {split} labels outside of 0 to {outputs - 1}.")
+            raise Refusal(f"has {split} labels outside of 0 to {outputs - 1}.")
         return x, y
 
 
@@ -206,7 +217,7 @@ def own_config(config: Any, node: NodeConfig) -> Any:
     made = build(type(config), own)
     changed = replace(config, **{name: getattr(made, name) for name in own})
     if getattr(changed, "private", None) != getattr(config, "private", None):
-        raise ConfigError(
+        raise Refusal(
             f"is to use other privacy than the federation ({', '.join(own)}): the encoder is made for one of the two. "
             "Set it for all, then a node can set it lower."
         )

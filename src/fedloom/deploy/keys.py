@@ -23,21 +23,55 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_ssh_private_key,
     load_ssh_public_key,
 )
 from cryptography.x509.oid import NameOID
 
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.core.trees import ClientId
+from fedloom.deploy.store import write_private
+from fedloom.engines.flower.lobby import NAME
 from fedloom.runs.files import write_file
 
 DAYS = 365
 
 
 def make_keys(folder: Path, clients: Sequence[ClientId], hosts: Sequence[str]) -> Path:
-    """Make all keys of a federation whose link is reached under ``hosts``: names or addresses."""
+    """Make all keys of a federation whose link is reached under ``hosts``: names or addresses.
+
+    Where they are there already, only the keys of clients that have none are made; all others stay.
+    """
+    for client in clients:
+        if not NAME.fullmatch(client):
+            raise ConfigError(
+                f"A client cannot be called {client!r}; a name has 1 to 64 letters, digits, dots, dashes and "
+                "underscores, and no dot first."
+            )
     if folder.exists() and any(folder.iterdir()):
-        raise RunError(f"{folder} holds keys already; remove it to make new ones, which all nodes then need.")
+        _check_link(folder, hosts)
+    else:
+        _make_authority(folder, hosts)
+    for client in clients:
+        add_node(folder, client)
+    return folder
+
+
+def _check_link(folder: Path, hosts: Sequence[str]) -> None:
+    """Keys to which more can be added: whole ones, for these hosts."""
+    if not all((folder / part).exists() for part in ("ca.pem", "server.key", "server.pem", "nodes", "clients")):
+        raise RunError(f"{folder} holds something, but no keys of a whole federation; remove it to make new ones.")
+    link = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    names = link.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    for host in hosts:
+        if _host(host) not in list(names):
+            raise RunError(
+                f"The link's certificate in {folder} is not for {host}; leave --host out to add nodes, or make all "
+                "keys anew in another folder."
+            )
+
+
+def _make_authority(folder: Path, hosts: Sequence[str]) -> None:
     for part in ("nodes", "clients"):
         (folder / part).mkdir(parents=True, mode=0o700)
     authority, name = ec.generate_private_key(ec.SECP384R1()), _name("fedloom certificate authority")
@@ -48,19 +82,18 @@ def make_keys(folder: Path, clients: Sequence[ClientId], hosts: Sequence[str]) -
     for stem, key, certificate in (("ca", authority, root), ("server", link, leaf)):
         _write_private(folder / f"{stem}.key", key, PrivateFormat.PKCS8)
         write_file(folder / f"{stem}.pem", certificate.public_bytes(Encoding.PEM))
-    for client in clients:
-        add_node(folder, client)
-    return folder
 
 
 def add_node(folder: Path, client: ClientId) -> None:
-    """A key pair for a node."""
-    if (folder / "nodes" / client).exists():
-        raise RunError(f"{folder / 'nodes' / client} is there already; remove it to make a new key.")
-    key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(folder / "nodes" / client, key, PrivateFormat.OpenSSH)
+    """A key pair for a node that has none; its private half may have been carried away."""
+    private, listed = folder / "nodes" / client, folder / "clients" / f"{client}.pub"
+    if listed.exists():
+        return
+    if not private.exists():
+        _write_private(private, ec.generate_private_key(ec.SECP384R1()), PrivateFormat.OpenSSH)
+    key = load_ssh_private_key(private.read_bytes(), None)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write_file(folder / "clients" / f"{client}.pub", public + b"\n")
+    write_file(listed, public + b"\n")
 
 
 def clients_by_key(folder: Path) -> dict[bytes, ClientId]:
@@ -120,6 +153,5 @@ def _certificate(
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
-    path.touch(mode=0o600)
-    write_file(path, key.private_bytes(Encoding.PEM, form, NoEncryption()))
-    path.chmod(0o600)
+    if not write_private(path, key.private_bytes(Encoding.PEM, form, NoEncryption())):
+        raise RunError(f"{path} was made by somebody else at this moment; try again.")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core import contract
@@ -119,9 +120,39 @@ def _model(
     return Model(ModelSpec(name, options, shape, outputs), device, dtype)
 
 
+def check_model(
+    one: Told, told: str, largest: int, shape: tuple[int, ...], outputs: int, networks: Sequence[str]
+) -> None:
+    """Before a model is built: its client says of it what the method needs (``told``), and it is not too large."""
+    if (one.model is None) != (told == "size"):
+        raise NeedsError(f"the method needs to be told its {'size alone' if told == 'size' else 'network'}.")
+    size = one.size
+    if one.model is not None:
+        size = (
+            1 if ":" in one.model[0] and one.model[0] not in networks else _size(ModelSpec(*one.model, shape, outputs))
+        )
+    if not 1 <= size <= largest:
+        raise NeedsError(f"it has {size:,} parameters; expected 1 to {largest:,}, as the setting largest says.")
+
+
+def _size(spec: ModelSpec) -> int:
+    """The number of parameters, at least 1; those that a network sizes when it is used are not counted."""
+    try:
+        with torch.device("meta"):  # shapes without memory
+            return max(1, sum(p.numel() for p in spec.build().parameters() if not is_lazy(p)))
+    except Exception:
+        if ":" in spec.name:  # a user's network may not be made for this; the app lists it
+            return 1
+        raise
+
+
 def in_order(clients: Sequence[ClientId]) -> list[ClientId]:
     """Sorted by name, numbers in names by value: everything is ordered by who clients are, not by who came first."""
-    return sorted(clients, key=lambda name: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in _parts(name)])
+
+    def key(name: ClientId) -> tuple[Any, ...]:
+        return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in _parts(name)], name  # 1 and 01 are two
+
+    return sorted(clients, key=key)
 
 
 def _parts(name: str) -> list[str]:

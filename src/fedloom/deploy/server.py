@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,23 +17,26 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedloom import algorithms, api
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Sent
+from fedloom.core.contract import Sent, Setup
 from fedloom.core.errors import ConfigError, FedloomError, NeedsError, RoundError, RunError
 from fedloom.core.task import Task
-from fedloom.core.trees import ClientId
+from fedloom.core.trees import ClientId, PerClient
 from fedloom.deploy.keys import clients_by_key
 from fedloom.deploy.options import Settings, read
-from fedloom.deploy.roster import federation_of, grown, in_order
-from fedloom.engines.flower.codec import pack
+from fedloom.deploy.roster import check_model, federation_of, grown, in_order
+from fedloom.engines.flower.codec import pack, refusal
 from fedloom.engines.flower.engine import VERSION, Flower, Rules
 from fedloom.engines.flower.lobby import Lobby, Told
 from fedloom.metrics.evaluation import Score
 from fedloom.progress import Display, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
+from fedloom.runs.files import to_json, write_file
 from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.simulation import flat_config
 from fedloom.runs.trainer import Mark, Trainer, algorithm_of
+
+OTHER_NETWORK = "has another network than the others; the method needs one for all"
 
 PAUSE = 2.0
 """Seconds between looks for nodes."""
@@ -68,7 +71,8 @@ def serve(grid: Grid, settings: Settings, shown: Display) -> None:
 def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     """A new run, with the clients that are there when enough are."""
     lobby = lobby_of(grid, settings, secrets.token_hex(8))
-    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait)
+    same = algorithm_of(settings.method, settings.run).needs.same_model
+    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, same_model=same)
     told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
     deployment = Deployment(settings, lobby, told)
     resolved = flat_config(settings.method, deployment.options, settings.config)
@@ -97,12 +101,17 @@ def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
     deployment.look()
     while not deployment.newcomers:
         if time.monotonic() > end:
+            refused = f" Refused: {'; '.join(deployment.lobby.refused[-3:])}." if deployment.lobby.refused else ""
             raise RoundError(
-                f"No newcomer came within {settings.deploy.wait:g} seconds; start its node, then try again."
+                f"No newcomer came within {settings.deploy.wait:g} seconds.{refused} Start its node, then try again."
             )
         time.sleep(PAUSE)
         deployment.look()
     deployment.deliver_to_newcomers()
+    _note_delivery(directory, deployment)
+    if not deployment.delivered:
+        told = "; ".join(f"{client} {reason}" for client, reason in deployment.undelivered.items())
+        raise RoundError(f"No newcomer got a model: {told or 'the method admits none'}.")
 
 
 def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any) -> Deployment:
@@ -135,7 +144,22 @@ def _tuples(value: Any) -> Any:
 def lobby_of(grid: Grid, settings: Settings, run: str) -> Lobby:
     """The lobby of a run; with keys, clients are who their keys say."""
     folder = settings.deploy.node_keys
-    return Lobby(grid, run, clients_by_key(Path(folder)) if folder else None, Known.of(settings).federation_of_one)
+    return Lobby(grid, run, clients_by_key(Path(folder)) if folder else None, check_of(settings))
+
+
+def check_of(settings: Settings) -> Callable[[Told], None]:
+    """Fails where a client cannot be served."""
+    known, algorithm = Known.of(settings), algorithm_of(settings.method, settings.run)
+
+    def check(one: Told) -> None:
+        check_model(one, algorithm.told, settings.deploy.largest, known.shape, known.outputs, known.networks)
+        alone = known.federation([one._replace(role="participant")])
+        setup = Setup(settings.config, alone.participants, alone.models, known.task, 0, known.device, known.dtype)
+        violations = algorithm.needs.violations(setup, algorithm.name)
+        if violations:
+            raise NeedsError(" ".join(violations))
+
+    return check
 
 
 class Known(NamedTuple):
@@ -161,24 +185,28 @@ class Known(NamedTuple):
         """A federation of those who told of themselves."""
         return federation_of(roster, *self)
 
-    def federation_of_one(self, told: Told) -> Federation:
-        """Fails where a client cannot be served."""
-        return self.federation([told])
 
-
-def wait_for(lobby: Lobby, number: int, seconds: float) -> None:
-    """Until so many participants are connected."""
+def wait_for(lobby: Lobby, number: int, seconds: float, *, same_model: bool = False) -> None:
+    """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
     end = time.monotonic() + seconds
     while True:
         lobby.refresh()
         there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
+        if same_model and there:
+            networks = [lobby.told[client].model for client in in_order(there)]
+            common = max(networks, key=networks.count)  # the first of equals
+            there = [client for client in there if lobby.told[client].model == common]
         if len(there) >= number:
+            for client in in_order([c for c in lobby.nodes if same_model and lobby.told[c].model != common]):
+                lobby.refuse(client, OTHER_NETWORK)
             return
         if time.monotonic() > end:
             refused = f" Refused: {'; '.join(lobby.refused[-3:])}." if lobby.refused else ""
+            other = sum(lobby.told[client].role == "participant" for client in lobby.nodes) > len(there)
+            alike = " with one network, which the method needs," if other else ""
             raise RoundError(
-                f"{len(there)} clients are connected, and {number} are needed; waited {seconds:g} seconds.{refused} "
-                "Start more nodes, or set nodes lower."
+                f"{len(there)} clients{alike} are connected, and {number} are needed; waited {seconds:g} seconds."
+                f"{refused} Start more nodes, or set nodes lower."
             )
         time.sleep(PAUSE)
 
@@ -214,6 +242,10 @@ class Deployment(Trainer):
         super().__init__(method, algorithm, options, config, federation, engine, "clients are other machines")
         self.engine: Flower = engine
         self._admitted: Sent | None = None
+        self.delivered: list[ClientId] = []
+        self.undelivered: dict[ClientId, str] = {}
+        """Who got no model in the end, and why."""
+        self._dropped: list[dict[str, Any]] = []
         self._scores: dict[tuple[str, ClientId], Score] = {}
         self._settled = -1
 
@@ -243,6 +275,7 @@ class Deployment(Trainer):
                     raise
                 time.sleep(PAUSE)
                 continue
+            self._dropped = record["dropped"]
             refused, self.lobby.refused = self.lobby.refused, []
             told = {"repeated": failures, "refused": refused}
             return {**record, **{name: texts for name, texts in told.items() if texts}}
@@ -253,6 +286,7 @@ class Deployment(Trainer):
         missing = [c for c in wanted if c in self.lobby.nodes and (split, c) not in self._scores]
         if missing:
             self._scores |= {(split, c): score for c, score in super().evaluate(split, missing).items()}
+            self._dropped += [one._asdict() for one in self.engine.books.dropped]  # into the round's record
         return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
 
     def settle(self) -> None:
@@ -263,8 +297,31 @@ class Deployment(Trainer):
 
     def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
         """Admission; what was sent is kept for delivery."""
-        self._admitted = self.admit(newcomers)
-        return self._admitted
+        sent = self._admit_each(newcomers)
+        if not len(sent.mine):
+            told = "; ".join(f"{client} {self.undelivered[client]}" for client in newcomers)
+            raise RoundError(f"No newcomer could be admitted: {told}.")
+        self._admitted = sent
+        return sent
+
+    def _admit_each(self, newcomers: Sequence[ClientId]) -> Sent:
+        """Admit all at once; where that fails one by one, so that nobody's fault is another's."""
+        before = dict(self.engine.memory)
+        try:
+            sent = self.admit(newcomers)
+        except Exception as error:
+            self.engine.memory = before
+            if len(newcomers) == 1:
+                reason = str(error) if isinstance(error, FedloomError) else f"({type(error).__name__})"
+                self.undelivered[newcomers[0]] = f"could not be admitted: {reason}"
+                return Sent({}, PerClient.empty(()))
+            parts = [self._admit_each([client]) for client in newcomers]
+            # what is shared is the run's, whoever is admitted
+            shared = next((part.shared for part in parts if len(part.mine)), {})
+            return Sent(shared, PerClient.of({client: part.mine[client] for part in parts for client in part.mine}))
+        why = {one.client: one.reason for one in self.engine.books.dropped}
+        self.undelivered |= {c: why.get(c, "was not admitted") for c in newcomers if c not in set(sent.mine)}
+        return sent
 
     def meta(self) -> dict[str, Any]:
         """Who the clients are: a server that goes on must not take them for new ones."""
@@ -287,7 +344,7 @@ class Deployment(Trainer):
     def _gather(self) -> None:
         end = time.monotonic() + self.deploy.wait
         self.look()
-        while len(self.present) < max(1, self.deploy.quorum * self.options.cohort):
+        while len(self.present) + 1e-9 < max(1, self.deploy.quorum * self.options.cohort):
             if time.monotonic() > end:
                 raise RoundError(
                     f"{len(self.present)} of {len(self.setup.clients)} clients are connected, too few for a round; "
@@ -298,13 +355,18 @@ class Deployment(Trainer):
 
     def _take_in(self, one: Told) -> None:
         """A client that came after the beginning: as a participant if the method has room, else as a newcomer."""
-        if one.role == "participant":
-            state = self._room_for(one)
-            if state is None:
-                one = one._replace(role="newcomer")
-            else:
-                self.state = state
-        self._enlist([*self.roster, one])
+        common = next(other.model for other in self.roster if other.role == "participant")
+        if self.algorithm.needs.same_model and one.model != common:
+            self.lobby.refuse(one.client, OTHER_NETWORK)
+            return
+        try:
+            state = self._room_for(one) if one.role == "participant" else None
+            self._enlist([*self.roster, one if state is not None else one._replace(role="newcomer")])
+        except Exception as error:  # whatever a stranger made of it; the others go on
+            self.lobby.refuse(one.client, f"cannot be taken in ({type(error).__name__})")
+            return
+        if state is not None:
+            self.state = state
 
     def _room_for(self, one: Told) -> Any:
         federation = self.known.federation([*self.roster, one])
@@ -345,8 +407,12 @@ class Deployment(Trainer):
 
     def deliver_to_newcomers(self) -> None:
         """The newcomers that are connected are admitted, and get their models."""
-        if self.newcomers and self.algorithm.admit is not None:
-            sent = self._admitted or self.admit(self.newcomers)
+        if self.algorithm.admit is None:
+            return
+        admitted = [self._admitted] if self._admitted else []
+        done = {client for sent in admitted for client in sent.mine}
+        rest = [client for client in self.newcomers if client not in done]
+        for sent in [*admitted, self._admit_each(rest)] if rest else admitted:
             self._deliver(sent)
 
     def _deliver(self, sent: Sent) -> None:
@@ -358,13 +424,25 @@ class Deployment(Trainer):
             )
             for client in sent.mine
         }
-        self.lobby.exchange("query.deploy", contents, self.deploy.timeout)
+        for client, answer in self.lobby.exchange("query.deploy", contents, self.deploy.timeout).items():
+            reason = refusal(answer)
+            if reason is None:
+                self.delivered.append(client)
+                self.undelivered.pop(client, None)
+            else:
+                self.undelivered[client] = reason
 
 
 def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
     api.train(deployment, directory, shown)
     if deployment.deploy.deliver:
         deployment.deliver()
+        _note_delivery(directory, deployment)
+
+
+def _note_delivery(directory: RunDirectory, deployment: Deployment) -> None:
+    found = {"delivered": deployment.delivered, "failed": deployment.undelivered}
+    write_file(directory.path / "delivery.json", to_json(found, indent=2))
 
 
 def _note(directory: RunDirectory, deployment: Deployment) -> None:

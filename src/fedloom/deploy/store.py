@@ -4,6 +4,7 @@
     FOLDER/
       secret                       made at the first start; who has it can take the noise off this client's answers
       name                         the client's name, where none is given
+      client                       whose folder this is: the first client that used it
       RUN/memory-12.safetensors    what the client remembers
       RUN/model/                   the model it was given in the end
 
@@ -13,16 +14,39 @@ Files are written beside and then renamed: a node that is killed finds the one o
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 from pathlib import Path
+from tempfile import mkstemp
 
 from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
-from fedloom.runs.files import sweep, write_file
+from fedloom.runs.files import TEMPORARY, sweep, write_file, writing
 
 _RUN = re.compile(r"[\w-]{1,64}")
+
+
+class Refusal(RunError):
+    """A client's reason to refuse, in words that may leave its machine: nothing of its data is in them."""
+
+
+def write_private(path: Path, data: bytes) -> bool:
+    """Put ``data`` at ``path``, for this user alone from the first byte; False if something is there, which stays."""
+    with writing(path):
+        descriptor, temporary = mkstemp(prefix=TEMPORARY, dir=path.parent)  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)  # which never replaces a file, whoever else writes it now
+        except FileExistsError:
+            return False
+        finally:
+            Path(temporary).unlink()
+    return True
 
 
 class Store:
@@ -38,6 +62,13 @@ class Store:
         """A name of its own, for a node that was given none."""
         return f"client-{self._kept('name', 6)}"
 
+    def claim(self, client: str) -> None:
+        """The folder is this client's from now on; refuses one that is another's: memories are not shared."""
+        file = self.folder / "client"
+        write_private(file, client.encode())
+        if file.read_text() != client:
+            raise Refusal("has a folder that belongs to another client; give each node a folder of its own.")
+
     def mark(self, run: str) -> str:
         """What only the holder of this folder can say, another for every run."""
         return hashlib.sha256(f"{run}:{self.secret}".encode()).hexdigest()
@@ -45,7 +76,7 @@ class Store:
     def of_run(self, run: str) -> Path:
         """The folder for a run."""
         if not _RUN.fullmatch(run):
-            raise RunError(f"The run is called {run!r}, which is no name of a folder.")
+            raise Refusal(f"was told that the run is called {run!r}, which is no name of a folder.")
         return self.folder / run
 
     def load(self, run: str, version: int) -> Tree | None:
@@ -54,9 +85,9 @@ class Store:
             return None
         file = self._file(run, version)
         if not file.is_file():
-            raise RunError(
+            raise Refusal(
                 f"has no version {version} of its memory of this run any more. Bring its folder back, or let it come "
-                "under another name, as a new client."
+                "under another name and with another folder, as a new client."
             )
         return decode(file.read_bytes())
 
@@ -77,6 +108,5 @@ class Store:
     def _kept(self, name: str, size: int) -> str:
         file = self.folder / name
         if not file.is_file():
-            write_file(file, secrets.token_hex(size).encode())
-            file.chmod(0o600)
+            write_private(file, secrets.token_hex(size).encode())
         return file.read_text()

@@ -52,6 +52,8 @@ def evaluate(
         for members, reply in ask(program, shared, mine).groups:
             columns = (reply[name].tolist() for name in ("loss", "metric", "samples"))
             for client, loss, metric, samples in zip(members, *columns):
+                if samples < 1:  # no sum of anything
+                    continue
                 scores[client] = Score(loss / samples, metric / samples, round(samples))
     worst = 0.0 if higher_is_better else DIVERGED
     return {client: scores.get(client, Score(DIVERGED, worst, 1)) for client in clients}

@@ -13,7 +13,7 @@ from flwr.app import RecordDict
 from fedloom.clients.federation import Federation
 from fedloom.deploy.client import answer
 from fedloom.deploy.options import read
-from fedloom.deploy.server import Deployment, Known
+from fedloom.deploy.server import Deployment, check_of
 from fedloom.engines.flower.lobby import Lobby
 
 Fault = Callable[[str, RecordDict, RecordDict], RecordDict | str]
@@ -24,7 +24,7 @@ class Nearby(Lobby):
     """Clients by name, each with its own folder and data; everything that crosses is written down."""
 
     def __init__(self, federation: Federation, table: Mapping[str, Any], folder: Path) -> None:
-        super().__init__(SimpleNamespace(get_nodes=self._infos), "run", None, Known.of(read(table)).federation_of_one)
+        super().__init__(SimpleNamespace(get_nodes=self._infos), "run", None, check_of(read(table)))
         self.federation, self.table, self.folder = federation, dict(table), folder
         self.clients: dict[int, str] = {}
         self.node_config: dict[str, dict[str, Any]] = {}

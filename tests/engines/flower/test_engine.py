@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
@@ -15,11 +17,13 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from conftest import play, small_federation
-from engines.flower.nearby import deployed
+from engines.flower.nearby import Nearby, deployed, table_of
 from fedloom import algorithms
 from fedloom.core.errors import RoundError
 from fedloom.core.trees import flatten, tree_map
 from fedloom.core.wire import decode, encode
+from fedloom.deploy.options import read
+from fedloom.deploy.server import Deployment
 from fedloom.engines.flower.codec import Malformed, pack, program_of
 from fedloom.engines.flower.engine import VERSION, Rules
 
@@ -33,6 +37,14 @@ def with_reply(reply: RecordDict, change: Callable[[Any], Any], **facts: Any) ->
 def raw(reply: RecordDict, form: str) -> RecordDict:
     """An honest reply's facts, and a tree that is none."""
     return RecordDict({"facts": reply["facts"], "trees": ArrayRecord({"reply": Array("u", (1,), form, b"x")})})
+
+
+def deep(reply: RecordDict) -> RecordDict:
+    """An honest reply's facts, and a tree that recursion does not get through."""
+    name = "/".join("a" * 30_000)
+    data = safetensors.torch.save({name: torch.zeros(1, dtype=torch.float64)}, {"order": json.dumps([name])})
+    tree = Array("uint8", (len(data),), "safetensors", data)
+    return RecordDict({"facts": reply["facts"], "trees": ArrayRecord({"reply": tree})})
 
 
 def unchanged(tree: Any) -> Any:
@@ -49,6 +61,9 @@ BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
     "other round": (lambda r: with_reply(r, unchanged, stage=0), "replied for stage 0; asked was 1"),
     "other ask": (lambda r: with_reply(r, unchanged, ask=9), "replied for ask 9"),
     "garbage": (lambda r: raw(r, "safetensors"), "cannot be read"),
+    "deep": (lambda r: deep(r), "sent a tree of more than 32 levels"),
+    "surprise": (lambda r: 7, "sent a reply that cannot be used (AttributeError)"),
+    "terminal": (lambda r: pack({"error": "\x1b[2J\nall is well"}), " [2J all is well"),
     "no tree": (lambda r: RecordDict({"facts": r["facts"]}), "no tree named 'reply'"),
     "no facts": (lambda r: RecordDict({"other": ConfigRecord({"a": 1})}), "sent records named ['other']"),
     "pickle": (lambda r: raw(r, "pickle"), "no tree named 'reply'"),
@@ -185,6 +200,25 @@ def test_noise_for_privacy_cannot_be_drawn_from_the_seed(tmp_path: Path) -> None
     assert not replies(tmp_path / "c", 0.1).equal(replies(tmp_path / "d", 0.1))
 
 
+def test_noise_for_privacy_never_comes_twice(tmp_path: Path) -> None:
+    """Two runs with one folder and one seed, one of which trains with no step size: its noise must take nothing off."""
+
+    def reply(run: str, noise: float, lr: float) -> Any:
+        federation = small_federation(["mlp:hidden=5"])
+        table = table_of("mh_pfedhn", federation, laplace_noise=noise, local_lr=lr)
+        lobby = Nearby(federation, table, tmp_path)
+        lobby.run = run
+        lobby.refresh()
+        Deployment(read(table), lobby, [lobby.told[client] for client in federation.roster]).train_round()
+        kept = [reply for kind, client, _, reply in lobby.letters if kind == "train" and client == "0"]
+        return decode(kept[0]["trees"]["reply"].data)["delta"]
+
+    clean, noisy, again = reply("a", 0.0, 0.05), reply("b", 0.1, 0.05), reply("b", 0.1, 0.05)
+    still = reply("c", 0.1, 1e-30)
+    assert float((noisy - still - clean).abs().mean()) > 0.05  # 0.15 where the two are independent
+    assert float((noisy - again).abs().mean()) > 0.05  # and none for those who ask the same twice
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -194,8 +228,6 @@ def test_noise_for_privacy_cannot_be_drawn_from_the_seed(tmp_path: Path) -> None
     ],
 )
 def test_a_program_can_only_name_functions_of_fedloom(part: list[str], message: str) -> None:
-    import json
-
     fine = ["fedloom.algorithms.fedavg", "client_step"]
     text = json.dumps({"name": "x", "init": part, "step": fine, "final": fine, "batches": None, "guest": None})
     method = algorithms.get("fedavg")

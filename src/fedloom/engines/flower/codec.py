@@ -31,9 +31,15 @@ Facts = Mapping[str, str | int | float | bool]
 
 FACTS, TREES, FORM = "facts", "trees", "safetensors"
 
+DEEPEST = 32
+"""Levels of a tree; no method has more than a few, and recursion must end."""
+
 
 class Malformed(Exception):
-    """A message that is not as it should be; the text says what its sender did."""
+    """A message that is not as it should be; the text says what its sender did, on one line and in few words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else " " for letter in text[:300]))
 
 
 def pack(facts: Facts, **trees: Tree) -> RecordDict:
@@ -47,8 +53,17 @@ def facts_of(content: RecordDict) -> dict[str, Any]:
     """The facts of a message."""
     records = dict(content.config_records)
     if set(records) != {FACTS}:
-        raise Malformed(f"sent records named {sorted(records)} where {FACTS!r} is expected"[:300])
+        raise Malformed(f"sent records named {sorted(records)} where {FACTS!r} is expected")
     return dict(records[FACTS])
+
+
+def refusal(content: RecordDict | str) -> str | None:
+    """Why an answer is none; None if it is one."""
+    try:
+        facts = {"error": content} if isinstance(content, str) else facts_of(content)
+    except Malformed as fault:
+        return str(fault)
+    return str(Malformed(str(facts["error"]))) if "error" in facts else None
 
 
 def tree_of(content: RecordDict, name: str, device: torch.device, most: int | None = None) -> dict[str, Any]:
@@ -61,9 +76,15 @@ def tree_of(content: RecordDict, name: str, device: torch.device, most: int | No
     if most is not None and size > most:
         raise Malformed(f"sent {size:,} bytes where at most {most:,} are expected")
     try:
-        return decode(arrays[name].data, device)
+        tree = decode(arrays[name].data, device)
     except Exception as error:  # whatever a stranger made of it
         raise Malformed(f"sent a tree that cannot be read ({type(error).__name__})") from error
+    level: list[Mapping[str, Any]] = [tree]
+    for _ in range(DEEPEST):
+        level = [branch for part in level for branch in part.values() if isinstance(branch, Mapping)]
+        if not level:
+            return tree
+    raise Malformed(f"sent a tree of more than {DEEPEST} levels")
 
 
 def describe(program: Program, plain: Algorithm, adapted: Algorithm) -> str:

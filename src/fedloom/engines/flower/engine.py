@@ -18,6 +18,7 @@ from flwr.app import RecordDict
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Program
 from fedloom.core.errors import RoundError
+from fedloom.core.task import Task
 from fedloom.core.trees import ClientId, PerClient, Tree, leaves, num_bytes
 from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
 from fedloom.engines.flower.codec import Malformed, describe, facts_of, pack, tree_of
@@ -57,7 +58,7 @@ class Flower(AbstractEngine):
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count."""
         replies = super().ask(program, shared, mine)
-        if isinstance(self._stage, int) and len(replies) < self.rules.quorum * len(mine):
+        if isinstance(self._stage, int) and len(replies) + 1e-9 < self.rules.quorum * len(mine):  # 0.28 of 25 is 7
             raise RoundError(
                 f"{len(replies)} of {len(mine)} clients gave a usable reply to {program.name}, fewer than the quorum "
                 f"of {self.rules.quorum:.0%}. The last checkpoint is intact: see to the clients, then resume."
@@ -87,10 +88,14 @@ class Flower(AbstractEngine):
         answers = self.exchange(ASK, contents, self.rules.timeout)
         outcomes = []
         for client in group:
+            expected = program.expects(shared, mine[client])
             try:
-                outcomes.append(self._outcome(program, client, shared, mine[client], answers.get(client, "is gone")))
+                outcomes.append(self._outcome(program, client, expected, answers.get(client, "is gone")))
             except Malformed as fault:
                 self.books.dropped.append(Dropped(client, program.name, str(fault)))
+            except Exception as error:  # whatever a stranger made of it
+                reason = f"sent a reply that cannot be used ({type(error).__name__})"
+                self.books.dropped.append(Dropped(client, program.name, reason))
         return outcomes
 
     def _content(self, program: Program, told: str, client: ClientId, shared: Tree, own: Tree) -> RecordDict:
@@ -108,22 +113,30 @@ class Flower(AbstractEngine):
         """What an ask and its reply have in common."""
         return {"run": self.run, "client": client, "stage": self._stage, "ask": self._asks}
 
-    def _outcome(
-        self, program: Program, client: ClientId, shared: Tree, own: Tree, answer: RecordDict | str
-    ) -> Outcome:
+    def _outcome(self, program: Program, client: ClientId, expected: Tree, answer: RecordDict | str) -> Outcome:
         if isinstance(answer, str):
             raise Malformed(answer)
         facts = facts_of(answer)
         if "error" in facts:
-            raise Malformed(str(facts["error"])[:300])
+            raise Malformed(str(facts["error"]))
         for name, value in self._ticket(client).items():
             if facts.get(name) != value:
-                raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}"[:300])
-        expected = program.expects(shared, own)
+                raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
         reply = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
         types = {leaf.dtype for _, leaf in leaves(reply)} - {self.federation.dtype, torch.int32, torch.int64}
         if types:
             raise Malformed(f"replied with numbers of type {types.pop()}; expected {self.federation.dtype}")
+        if program.name.startswith("evaluate."):
+            _check_sums(reply, self.federation.task)
         before = self.recall(client)
         after = {VERSION: before[VERSION] + 1} if facts.get("remembers") is True else before
         return Outcome(PerClient.of({client: reply}), PerClient.of({client: after}))
+
+
+def _check_sums(reply: Tree, task: Task) -> None:
+    """An evaluation's sums must be those of some samples."""
+    samples, metric = float(reply["samples"]), float(reply["metric"])
+    if not (samples >= 1 and samples.is_integer()):
+        raise Malformed(f"says that it tried {samples:g} samples")
+    if task.metric_name == "accuracy" and not 0 <= metric <= samples:
+        raise Malformed(f"says that {metric:g} of {samples:g} samples were right")

@@ -28,8 +28,11 @@ POLL = 0.3
 PATIENCE = 120.0
 """Seconds to wait for a greeting, and until a node that was refused is greeted again."""
 
-LARGEST = 10**10
-"""More parameters than any client's model has."""
+NAME = re.compile(r"(?!\.)[\w.-]{1,64}")
+"""A client's name: it can name a file, and no other folder."""
+
+LONGEST = 10_000
+"""Letters in which a client describes its network."""
 
 
 class Told(NamedTuple):
@@ -72,8 +75,18 @@ class Lobby:
             try:
                 self._greet(node, self._name(infos[node]), answer)
             except Malformed as fault:
-                self._strangers[node] = time.monotonic() + PATIENCE
-                self.refused.append(f"node {node} {fault}")
+                self._turn_away(node, f"node {node} {fault}")
+            except Exception as error:  # whatever a stranger made of it
+                self._turn_away(node, f"node {node} sent a greeting that cannot be used ({type(error).__name__})")
+
+    def refuse(self, client: ClientId, reason: str) -> None:
+        """A client that was greeted is none, after all."""
+        self.told.pop(client)
+        self._turn_away(self.nodes.pop(client), str(Malformed(f"client {client} {reason}")))
+
+    def _turn_away(self, node: int, reason: str) -> None:
+        self._strangers[node] = time.monotonic() + PATIENCE
+        self.refused.append(reason)
 
     def exchange(
         self, kind: str, contents: Mapping[ClientId, RecordDict], timeout: float
@@ -99,7 +112,7 @@ class Lobby:
             for reply in self.grid.pull_messages(list(waiting)):
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
-                    found[node] = f"failed: {reply.error.reason}"[:300] if reply.has_error() else reply.content
+                    found[node] = f"failed: {reply.error.reason}" if reply.has_error() else reply.content
             time.sleep(POLL if waiting else 0)
         return found
 
@@ -122,7 +135,7 @@ class Lobby:
             try:
                 self._check(told)
             except Exception as error:
-                raise Malformed(f"has a model that cannot be used: {error}"[:300]) from error
+                raise Malformed(f"has a model that cannot be used: {error}") from error
             self.told[told.client] = told
         self.nodes[told.client] = node
 
@@ -130,20 +143,22 @@ class Lobby:
 def read_hello(facts: Mapping[str, Any], name: ClientId | None) -> Told:
     """A client's own words, checked; ``name`` is who it is, where that is known better."""
     if "error" in facts:
-        raise Malformed(str(facts["error"])[:300])
+        raise Malformed(str(facts["error"]))
     client = name or facts.get("client")
-    if not isinstance(client, str) or not re.fullmatch(r"[\w.-]{1,64}", client):
-        raise Malformed(f"calls itself {client!r}; a name has 1 to 64 letters, digits, dots and dashes"[:300])
+    if not isinstance(client, str) or not NAME.fullmatch(client):
+        raise Malformed(
+            f"calls itself {client!r}; a name has 1 to 64 letters, digits, dots, dashes and underscores, no dot first"
+        )
     if facts.get("role") not in ("participant", "newcomer"):
-        raise Malformed(f"comes as {facts.get('role')!r}; expected a participant or a newcomer"[:300])
+        raise Malformed(f"comes as {facts.get('role')!r}; expected a participant or a newcomer")
     size = facts.get("size", 0)
-    if not isinstance(size, int) or not 0 <= size <= LARGEST:
-        raise Malformed(f"has a model of {size!r} parameters"[:300])
+    if not isinstance(size, int) or size < 0:
+        raise Malformed(f"has a model of {size!r} parameters")
     try:
-        model = _model(json.loads(facts["model"])) if "model" in facts else None
-        splits = tuple(str(facts["splits"]).split())
-        return Told(client, str(facts["mark"]), facts["role"], splits, model, size)
-    except (KeyError, ValueError, TypeError):
+        model = _model(json.loads(facts["model"][:LONGEST])) if "model" in facts else None
+        splits = tuple(str(facts["splits"])[:LONGEST].split())
+        return Told(client, str(facts["mark"])[:LONGEST], facts["role"], splits, model, size)
+    except (KeyError, ValueError, TypeError, RecursionError):
         raise Malformed("sent a greeting that cannot be read") from None
 
 

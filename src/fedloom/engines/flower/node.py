@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from fedloom.engines.sequential import Sequential, run_client
 class Node(Sequential):
     """The batches and the draws in training are those of a simulation with the same seed; noise for privacy is not.
 
-    ``home.key`` is what client programs draw that noise from: here it holds the client's secret too, so that nobody who
-    knows the seed can take the noise away.
+    ``home.key`` is what client programs draw that noise from. Here it is made of the client's secret and of the
+    machine's own randomness, anew for every ask: noise that came twice could be subtracted.
     """
 
     def __init__(
@@ -31,9 +32,9 @@ class Node(Sequential):
         self.client, self._secret = client, secret
 
     def home(self, client: ClientId, num_samples: Tensor, key: Tensor, guest: Model | None = None) -> Home:
-        """As ``AbstractEngine.home``, with a secret key."""
+        """As ``AbstractEngine.home``, with a key that nobody has had or will have."""
         plain = super().home(client, num_samples, key, guest)
-        return replace(plain, key=torch.full_like(key, seed_of(self._secret, int(key))))
+        return replace(plain, key=torch.full_like(key, seed_of(self._secret, secrets.token_hex(32), int(key))))
 
     def answer(
         self, program: Program, stage: int | str, ask: int, shared: Tree, mine: Tree, memory: Tree | None
