@@ -34,9 +34,11 @@ def test_on_a_gpu_it_is_recorded_once_per_shape_and_results_are_values_of_their_
     first = replay("f", function, torch.ones(3, device="cuda"))
     second = replay("f", function, torch.full((3,), 2.0, device="cuda"))
     assert first["grad"].tolist() == [2.0] * 3 and second["grad"].tolist() == [4.0] * 3
-    assert len(calls) == 3  # two trials and the recording
+    assert len(calls) == 4  # the first call; two trials and the recording
+    third = replay("f", function, torch.full((3,), 3.0, device="cuda"))
+    assert third["grad"].tolist() == [6.0] * 3 and second["grad"].tolist() == [4.0] * 3 and len(calls) == 4
     replay("f", function, torch.ones(4, device="cuda"))
-    assert len(calls) == 6 and len(replay.kept) == 2
+    assert len(calls) == 5 and len(replay.kept) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,7 +48,8 @@ def test_on_a_gpu_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(recording, "KEPT", 1)
     replay = Replayer()
-    for value in (1.0, 2.0):
+    for value in (1.0, 2.0, 3.0):
         assert replay("f", function, torch.full((2,), value, device="cuda")).tolist() == [2 * value**2] * 2
-    replay("g", torch.neg, torch.ones(2, device="cuda"))
+    for _ in range(2):
+        replay("g", torch.neg, torch.ones(2, device="cuda"))
     assert len(replay.kept) == 1

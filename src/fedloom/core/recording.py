@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions of tensors, recorded as CUDA graphs at the first call and replayed at the next ones.
+"""Pure functions of tensors, recorded as CUDA graphs at the second call of a kind and replayed at the next ones.
 
 Launching the small kernels of a server's step costs ten times what running them costs. On other devices, and where a
 function cannot be recorded (it reads a tensor back, say), it is simply called.
@@ -30,6 +30,7 @@ class Replayer:
 
     def __init__(self) -> None:
         self.kept: dict[Hashable, Recording | None] = {}  # None: cannot be recorded; the one used last is last
+        self._met: set[Hashable] = set()
 
     def __call__(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``; arguments and result are trees of tensors."""
@@ -38,6 +39,9 @@ class Replayer:
             return function(*arguments)
         kind = (name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self.kept:
+            if kind not in self._met:  # cohorts of mixed architectures are seldom the same twice
+                self._met.add(kind)
+                return function(*arguments)
             try:
                 self.kept[kind] = Recording(function, leaves, structure)
             except torch.OutOfMemoryError:
