@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedloom.progress import Display
     from fedloom.runs.directory import RunDirectory
 
-HELP = """Run a federation of machines, on Flower (pip install 'fedloom[flower]').
+HELP = """Run a federation of machines, on Flower (the extra "flower").
 
 Example: fedloom deploy init ward --method pfedhn --dataset digits && fedloom deploy local ward --nodes 4
 """
