@@ -38,8 +38,14 @@ CAPACITY = 64
 MIN_COMPILED_STEPS = 200_000
 """Compiling costs 10 to 30 seconds: it is for steps of which this many, of one client each, are still to come."""
 
+BUNDLE = 10
+"""Steps that one graph has where the carry is small: they pass it on without a copy, and with fewer launches."""
+
+MAX_BUNDLED_BYTES = 1 << 28
+"""Of the carry: within a bundle there are two of it at a time."""
+
 KEPT = 16
-"""Graphs kept at a time: each has memory of its own."""
+"""Kinds of asks whose graphs are kept at a time: each has memory of its own."""
 
 
 class Recordings:
@@ -88,7 +94,7 @@ class Recordings:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if made is not None and made.graph is not None:
+                if made is not None and made.graphs:
                     raise
                 self.notes.append(f"{label} cannot be {ways.pop(0)}: {str(error).splitlines()[0]}")
                 continue
@@ -124,18 +130,21 @@ class CapturedSteps:
         self.sizes, self.epochs, self.keys = torch.ones(3, capacity, clients, dtype=torch.int64, device=device)
         self.steps = torch.full((clients,), capacity, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self.inputs = pytree.tree_map(torch.clone, (shared, facts, carry))
+        self.inputs = pytree.tree_map(_clone, (shared, facts, carry))
         tables = (self.rows, self.sizes, self.epochs, self.keys)
         self._everything, self._structure = pytree.tree_flatten((self.inputs, tables, self.steps, self.counter, data))
         self._changes = self._find_changes()
-        self._places = [p for p, changed in zip(pytree.tree_leaves(self.inputs[2]), self._changes) if changed]
+        changing = [p for p, changed in zip(pytree.tree_leaves(self.inputs[2]), self._changes) if changed]
+        self._at = [next(i for i, leaf in enumerate(self._everything) if leaf is p) for p in [*changing, self.counter]]
         self._run: Callable[..., list[Tensor]] = self._next
         if compiled:
             # traced down to plain operators first, so that the compiler meets neither vmap nor grad
             with products_for(clients):
                 traced = make_fx(self._next)(*self._everything)
             self._run = torch.compile(traced, dynamic=False, fullgraph=True)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        small = sum(leaf.nbytes for leaf in changing) <= MAX_BUNDLED_BYTES
+        self._bundle = BUNDLE if small and capacity > BUNDLE else 1
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of steps
 
     def run(self, plan: PaddedSchedule, shared: Any, facts: Any, carry: Any) -> Any:
         """Every step of ``plan``; the carry at the end."""
@@ -148,34 +157,45 @@ class CapturedSteps:
         self.keys.copy_(fold(facts[1], torch.arange(len(self.keys), device=self.keys.device)[:, None]))
         self.steps.copy_(to_device((plan.sizes > 0).sum(0), device))
         self.counter.zero_()
-        if self.graph is None and self.counter.is_cuda:
-            self.graph = self._capture()
-        for _ in range(number):
-            if self.graph is None:
-                self._advance()
-            else:
-                self.graph.replay()
-        return pytree.tree_map(torch.clone, self.inputs[2])
+        bundles, single = divmod(number, self._bundle)
+        for steps in [self._bundle] * bundles + [1] * single:
+            self._advance(steps)
+        return pytree.tree_map(_clone, self.inputs[2])
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """Record ``_advance``; two trial runs on a stream of their own let libraries make their choices first."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._run(*self._everything)
-        torch.cuda.current_stream().wait_stream(stream)
+    def _advance(self, steps: int) -> None:
+        """The next steps, recorded when their number comes for the first time."""
+        if not self.counter.is_cuda:
+            self._take(steps)
+            return
+        if steps not in self.graphs:
+            self._capture(steps)
+        self.graphs[steps].replay()
+
+    def _capture(self, steps: int) -> None:
+        """Record ``_take``; two trial runs on a stream of their own let libraries make their choices first."""
+        if not self.graphs:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._run(*self._everything)
+            torch.cuda.current_stream().wait_stream(stream)
+        pool = next((graph.pool() for graph in self.graphs.values()), None)  # they never run at the same time
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._advance()
-        return graph
+        with torch.cuda.graph(graph, pool=pool):
+            self._take(steps)
+        self.graphs[steps] = graph
 
-    def _advance(self) -> None:
-        _copy(self._places, self._run(*self._everything))
-        self.counter.add_(1)
+    def _take(self, steps: int) -> None:
+        """The next steps; the carry they start from and the counter are overwritten by those they end with."""
+        now = list(self._everything)
+        for _ in range(steps):
+            for place, value in zip(self._at, self._run(*now)):
+                now[place] = value
+        _copy([self._everything[place] for place in self._at], [now[place] for place in self._at])
 
     def _next(self, *everything: Tensor) -> list[Tensor]:
-        """The leaves of the carry that a step changes, after the step that the counter points at."""
+        """The leaves of the carry that a step changes after the step that the counter points at, and the next count."""
         (shared, facts, carry), tables, steps, counter, data = pytree.tree_unflatten(everything, self._structure)
 
         def step(facts: Any, carry: Any, batch: Batch, working: Tensor) -> list[Tensor]:
@@ -185,7 +205,8 @@ class CapturedSteps:
             return [torch.where(working, new, old) if self.ragged else new for new, old in pairs]
 
         changed: list[Tensor] = vmap(step)(facts, carry, _batch(tables, counter, data), steps > counter)
-        return changed
+        # laid out as what they replace, which compiled code relies on
+        return [*(leaf.contiguous() for leaf in changed), counter + 1]
 
     def _find_changes(self) -> list[bool]:
         """Which leaves of the carry a step changes; the others need not be copied."""
@@ -213,3 +234,7 @@ def _copy(places: Any, values: Any) -> None:
     into, new = pytree.tree_leaves(places), pytree.tree_leaves(values)
     if into:
         torch._foreach_copy_(into, new)
+
+
+def _clone(leaf: Tensor) -> Tensor:
+    return leaf.clone(memory_format=torch.contiguous_format)

@@ -13,6 +13,9 @@ from fedloom.core.contract import Setup
 from fedloom.core.errors import NeedsError
 from fedloom.core.trees import ClientId, Params, PerClient
 
+MAX_RECORDED = 10
+"""Models woven at once by a recorded graph."""
+
 
 class Loom(Protocol):
     """From embeddings to parameters, per architecture."""
@@ -35,8 +38,15 @@ def weave(setup: Setup[Any], loom: Loom, phi: Params, embeddings: Tensor, client
                     f"The loom weaves {', '.join(loom.targets)}; client {members[0]} has {spec}. "
                     "Admit it with an architecture that took part in training."
                 )
-            vectors = loom(phi, _pick(embeddings, [row[m] for m in members]), str(spec))
-            groups.append((members, {"params": loom.unflatten(vectors, str(spec))}))
+            rows, target = _pick(embeddings, [row[m] for m in members]), str(spec)
+
+            def woven(phi: Params, rows: Tensor, target: str = target) -> dict[str, Tensor]:
+                return loom.unflatten(loom(phi, rows, target), target)
+
+            # for few clients launching the kernels takes longer than running them; for many a recording takes memory
+            few = len(members) <= MAX_RECORDED
+            params = setup.replay(("weave", target), woven, phi, rows) if few else woven(phi, rows)
+            groups.append((members, {"params": params}))
     return PerClient(groups)
 
 
