@@ -78,7 +78,7 @@ def test_refusals_name_missing_and_surplus_tensors() -> None:
     stacked = {"a": torch.zeros(3, 2), "b": torch.tensor([0.0, float("inf"), 1.0])}
     assert refusals(expected, stacked, 3) == [None] * 3
     kept = {"c": torch.tensor([1.0, 1.0, torch.inf])}
-    assert _finite(stacked, kept, torch.ones(3)).tolist() == [[True, False, True], [True, True, False]]
+    assert _finite(3, torch.device("cpu"), stacked, kept).tolist() == [[True, False, True], [True, True, False]]
 
 
 def test_a_dropped_client_keeps_the_memory_it_had() -> None:

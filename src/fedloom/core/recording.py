@@ -58,23 +58,73 @@ class Recording:
     """One function on arguments of fixed shapes."""
 
     def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], structure: pytree.TreeSpec) -> None:
-        self._inputs = [leaf.detach().clone() for leaf in leaves]
-        arguments = pytree.tree_unflatten(self._inputs, structure)
+        self._inputs = Slots(leaves)
+        self._inputs.fill(leaves)
+        arguments = pytree.tree_unflatten(self._inputs.places, structure)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # trial runs let libraries make their choices first
             for _ in range(2):
-                function(*arguments)
+                trial = function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
+        # what is kept of one part of a result must not hold on to the others: a block for each
+        self._parts = [Slots(pytree.tree_leaves(part)) for part in _parts(trial)]
+        del trial
         self._graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings(), torch.cuda.graph(self._graph):
             warnings.simplefilter("ignore")  # a function that only passes on what it is given leaves an empty graph
-            self._outputs, self._structure = pytree.tree_flatten(function(*arguments))
+            result = function(*arguments)
+            for slots, part in zip(self._parts, _parts(result)):
+                slots.fill(pytree.tree_leaves(part))
+        self._structure = pytree.tree_structure(result)
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
         """The function's result on new values."""
-        torch._foreach_copy_(self._inputs, list(leaves))
+        self._inputs.fill(leaves)
         self._graph.replay()
-        results = [torch.empty_like(output) for output in self._outputs]
-        torch._foreach_copy_(results, self._outputs)
-        return pytree.tree_unflatten(results, self._structure)
+        return pytree.tree_unflatten([leaf for slots in self._parts for leaf in slots.copies()], self._structure)
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return result if type(result) is tuple else [result]
+
+
+ALIGNED = 256
+"""Bytes: where tensors of a block begin, as torch's allocator has it."""
+
+
+class Slots:
+    """Places for tensors of given shapes, side by side in a block per type: few copies for many tensors."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._spans: list[tuple[torch.dtype, torch.Size, int]] = []
+        sizes: dict[torch.dtype, int] = {}
+        for leaf in like:
+            start, step = sizes.get(leaf.dtype, 0), max(1, ALIGNED // leaf.element_size())
+            self._spans.append((leaf.dtype, leaf.shape, start))
+            sizes[leaf.dtype] = start + -(-leaf.numel() // step) * step
+        device = like[0].device if like else None
+        self._blocks = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        self.places = self._within(self._blocks)
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Copy the values into their places."""
+        copy_all(self.places, values)
+
+    def copies(self) -> list[Tensor]:
+        """What is in the places, as tensors of its own."""
+        return self._within({dtype: block.clone() for dtype, block in self._blocks.items()})
+
+    def _within(self, blocks: dict[torch.dtype, Tensor]) -> list[Tensor]:
+        return [blocks[dtype][start : start + shape.numel()].view(shape) for dtype, shape, start in self._spans]
+
+
+def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into places of the same type, many at a time."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, value in zip(places, values):
+        into, new = alike.setdefault(place.dtype, ([], []))
+        into.append(place)
+        new.append(value)
+    for into, new in alike.values():
+        torch._foreach_copy_(into, new)

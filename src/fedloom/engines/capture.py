@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
-from fedloom.core.recording import to_device
+from fedloom.core.recording import Slots, copy_all, to_device
 from fedloom.engines.convolution import products_for
 
 Step = Callable[[Any, Any, Any, Batch], Any]
@@ -38,7 +39,7 @@ CAPACITY = 64
 MIN_COMPILED_STEPS = 200_000
 """Compiling costs 10 to 30 seconds: it is for steps of which this many, of one client each, are still to come."""
 
-BUNDLE = 10
+BUNDLE = 5
 """Steps that one graph has where the carry is small: they pass it on without a copy, and with fewer launches."""
 
 MAX_BUNDLED_BYTES = 1 << 28
@@ -125,16 +126,22 @@ class CapturedSteps:
         compiled: bool = False,
     ) -> None:
         device, clients = data[0].device, len(facts[0])
-        self.step, self.ragged = step, ragged
-        self.rows = torch.zeros(capacity, clients, width, dtype=torch.int64, device=device)
-        self.sizes, self.epochs, self.keys = torch.ones(3, capacity, clients, dtype=torch.int64, device=device)
-        self.steps = torch.full((clients,), capacity, device=device)
+        self.step, self.ragged, self.compiled, self.width = step, ragged, compiled, width
+        # for each step every client's rows, and its number of samples and pass; trial runs meet one sample each
+        self.table = torch.zeros(capacity, clients, width + 2, dtype=torch.int64, device=device)
+        self.table[:, :, -2] = 1
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self.inputs = pytree.tree_map(_clone, (shared, facts, carry))
-        tables = (self.rows, self.sizes, self.epochs, self.keys)
-        self._everything, self._structure = pytree.tree_flatten((self.inputs, tables, self.steps, self.counter, data))
+        given, self._carry_structure = pytree.tree_flatten((shared, facts)), pytree.tree_structure(carry)
+        self._given, self._carry = Slots(given[0]), Slots(pytree.tree_leaves(carry))
+        self._given.fill(given[0])
+        self._carry.fill(pytree.tree_leaves(carry))
+        inputs = (
+            *pytree.tree_unflatten(self._given.places, given[1]),
+            pytree.tree_unflatten(self._carry.places, self._carry_structure),
+        )
+        self._everything, self._structure = pytree.tree_flatten((inputs, self.table, self.counter, data))
         self._changes = self._find_changes()
-        changing = [p for p, changed in zip(pytree.tree_leaves(self.inputs[2]), self._changes) if changed]
+        changing = [place for place, changed in zip(self._carry.places, self._changes) if changed]
         self._at = [next(i for i, leaf in enumerate(self._everything) if leaf is p) for p in [*changing, self.counter]]
         self._run: Callable[..., list[Tensor]] = self._next
         if compiled:
@@ -148,19 +155,17 @@ class CapturedSteps:
 
     def run(self, plan: PaddedSchedule, shared: Any, facts: Any, carry: Any) -> Any:
         """Every step of ``plan``; the carry at the end."""
-        number = len(plan.active)
-        _copy(self.inputs, (shared, facts, carry))
-        device = self.counter.device
-        self.rows[:number, :, : plan.rows.shape[2]].copy_(to_device(plan.rows, device))
-        self.sizes[:number].copy_(to_device(plan.sizes, device))
-        self.epochs[:number].copy_(to_device(plan.epochs, device))
-        self.keys.copy_(fold(facts[1], torch.arange(len(self.keys), device=self.keys.device)[:, None]))
-        self.steps.copy_(to_device((plan.sizes > 0).sum(0), device))
+        number, clients, width = plan.rows.shape
+        self._given.fill(pytree.tree_leaves((shared, facts)))
+        self._carry.fill(pytree.tree_leaves(carry))
+        rows = np.zeros((number, clients, self.width + 2), dtype=np.int64)
+        rows[:, :, :width], rows[:, :, -2], rows[:, :, -1] = plan.rows, plan.sizes, plan.epochs
+        self.table[:number].copy_(to_device(rows, self.counter.device))
         self.counter.zero_()
         bundles, single = divmod(number, self._bundle)
         for steps in [self._bundle] * bundles + [1] * single:
             self._advance(steps)
-        return pytree.tree_map(_clone, self.inputs[2])
+        return pytree.tree_unflatten(self._carry.copies(), self._carry_structure)
 
     def _advance(self, steps: int) -> None:
         """The next steps, recorded when their number comes for the first time."""
@@ -192,11 +197,11 @@ class CapturedSteps:
         for _ in range(steps):
             for place, value in zip(self._at, self._run(*now)):
                 now[place] = value
-        _copy([self._everything[place] for place in self._at], [now[place] for place in self._at])
+        copy_all([self._everything[place] for place in self._at], [now[place] for place in self._at])
 
     def _next(self, *everything: Tensor) -> list[Tensor]:
         """The leaves of the carry that a step changes after the step that the counter points at, and the next count."""
-        (shared, facts, carry), tables, steps, counter, data = pytree.tree_unflatten(everything, self._structure)
+        (shared, facts, carry), table, counter, data = pytree.tree_unflatten(everything, self._structure)
 
         def step(facts: Any, carry: Any, batch: Batch, working: Tensor) -> list[Tensor]:
             before = pytree.tree_leaves(carry)
@@ -204,13 +209,14 @@ class CapturedSteps:
             pairs = [(new, old) for new, old, changes in zip(after, before, self._changes) if changes]
             return [torch.where(working, new, old) if self.ragged else new for new, old in pairs]
 
-        changed: list[Tensor] = vmap(step)(facts, carry, _batch(tables, counter, data), steps > counter)
+        batch = _batch(table, counter, facts[1], data)
+        changed: list[Tensor] = vmap(step)(facts, carry, batch, batch.mask.any(1))
         # laid out as what they replace, which compiled code relies on
         return [*(leaf.contiguous() for leaf in changed), counter + 1]
 
     def _find_changes(self) -> list[bool]:
         """Which leaves of the carry a step changes; the others need not be copied."""
-        (shared, facts, carry), tables, _, counter, data = pytree.tree_unflatten(self._everything, self._structure)
+        (shared, facts, carry), table, counter, data = pytree.tree_unflatten(self._everything, self._structure)
         found: list[bool] = []
 
         def step(facts: Any, carry: Any, batch: Batch) -> Tensor:
@@ -218,23 +224,13 @@ class CapturedSteps:
             found.extend(new is not old for new, old in zip(pytree.tree_leaves(after), pytree.tree_leaves(carry)))
             return batch.step
 
-        vmap(step)(facts, carry, _batch(tables, counter, data))
+        vmap(step)(facts, carry, _batch(table, counter, facts[1], data))
         return found
 
 
-def _batch(tables: tuple[Tensor, ...], counter: Tensor, data: tuple[Tensor, Tensor]) -> Batch:
-    """The batches of all clients in the step that the counter points at."""
-    rows, sizes, epochs, keys = (table.index_select(0, counter)[0] for table in tables)
+def _batch(table: Tensor, counter: Tensor, keys: Tensor, data: tuple[Tensor, Tensor]) -> Batch:
+    """The batches of all clients in the step that the counter points at; nothing but padding for who is done."""
+    now = table.index_select(0, counter)[0]  # (clients, width + 2)
+    rows, sizes, epochs = now[:, :-2], now[:, -2], now[:, -1]
     real = torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]
-    return Batch(data[0][rows], data[1][rows], real, counter.expand(len(rows)), epochs, keys)
-
-
-def _copy(places: Any, values: Any) -> None:
-    """Copy a tree of values into the places of a tree of the same structure."""
-    into, new = pytree.tree_leaves(places), pytree.tree_leaves(values)
-    if into:
-        torch._foreach_copy_(into, new)
-
-
-def _clone(leaf: Tensor) -> Tensor:
-    return leaf.clone(memory_format=torch.contiguous_format)
+    return Batch(data[0][rows], data[1][rows], real, counter.expand(len(rows)), epochs, fold(keys, counter))

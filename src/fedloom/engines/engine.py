@@ -10,6 +10,7 @@ import abc
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -214,7 +215,8 @@ class AbstractEngine(abc.ABC):
             kept, number = outcome.memories.pick(clients), len(clients)
             reasons = refusals(expected, replies, number)
             if not any(reasons):
-                fine, sound = self.replay("finite", _finite, replies, kept, self.num_samples(clients)).tolist()
+                check = partial(_finite, number, self.federation.device)
+                fine, sound = self.replay(("finite", number), check, replies, kept).tolist()
                 reasons = ["replied with NaN or Inf" if not f else None if s else SPOILT for f, s in zip(fine, sound)]
             good = [c for c, reason in zip(clients, reasons) if reason is None]
             self.books.dropped += [Dropped(c, program.name, r) for c, r in zip(clients, reasons) if r is not None]
@@ -256,11 +258,11 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
     return [None] * number
 
 
-def _finite(replies: Tree, kept: Tree, clients: Tensor) -> Tensor:
-    """Which replies and which memories of a stack hold finite numbers only: (2, clients), read back at once."""
+def _finite(number: int, device: torch.device, *trees: Tree) -> Tensor:
+    """In which of so many clients' rows each tree has finite numbers only: (trees, clients), read back at once."""
     found = []
-    for tree in (replies, kept):
+    for tree in trees:
         # nothing but a finite number times zero is zero, and a sum shows it
-        rows = [leaf.reshape(len(clients), -1).mul(0).sum(1).to(clients) for _, leaf in leaves(tree) if leaf.numel()]
-        found.append(torch.stack([torch.zeros_like(clients), *rows]).sum(0) == 0)
+        rows = [leaf.reshape(number, -1).mul(0).sum(1).double() for _, leaf in leaves(tree) if leaf.numel()]
+        found.append(torch.stack([torch.zeros(number, dtype=torch.float64, device=device), *rows]).sum(0) == 0)
     return torch.stack(found)

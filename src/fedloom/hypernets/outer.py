@@ -31,7 +31,8 @@ def rows_now(setup: Setup[Any], table: Tensor, memory: Tree, clients: Sequence[C
     """The clients' embeddings with the steps they waited for."""
     rows = to_device(setup.rows(clients), table.device)
     moving = memory.get("momentum", {"embeddings": table})["embeddings"]
-    now: Tensor = setup.config.outer().coast(table[rows], moving[rows], memory["steps"] - memory["seen"][rows])[0]
+    waited = memory["steps"] - memory["seen"][rows]
+    now: Tensor = setup.replay("coast", setup.config.outer().coast, table[rows], moving[rows], waited)[0]
     return now
 
 
