@@ -46,15 +46,15 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
         return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("no compiler here\nlong story")
+        raise RuntimeError("no compiler here:\nnone found\nlong story")
 
     monkeypatch.setattr(torch, "compile", refuse)
     recordings, after = run(4)
-    assert recordings.notes == ["p cannot be compiled: no compiler here"]
+    assert recordings.notes == ["p cannot be compiled: no compiler here: none found"]
     assert [carry["total"].tolist() for carry in after] == [[10.0]] * 4
     monkeypatch.setattr(CapturedSteps, "run", refuse)
     recordings, after = run(2)
-    assert recordings.notes == ["p cannot be recorded: no compiler here"] and after == [None, None]
+    assert recordings.notes == ["p cannot be recorded: no compiler here: none found"] and after == [None, None]
 
 
 def _count(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:

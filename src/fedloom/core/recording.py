@@ -7,8 +7,10 @@ function cannot be recorded (it reads a tensor back, say), it is simply called.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,19 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     """An array or a list as a tensor on ``device``, without waiting for what the device is doing."""
     made = torch.as_tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+@contextmanager
+def recorded(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Record into ``graph``. Garbage is left lying meanwhile: freeing an older graph would spoil the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Replayer:
@@ -71,7 +86,7 @@ class Recording:
         self._parts = [Slots(pytree.tree_leaves(part)) for part in _parts(trial)]
         del trial
         self._graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), torch.cuda.graph(self._graph):
+        with warnings.catch_warnings(), recorded(self._graph):
             warnings.simplefilter("ignore")  # a function that only passes on what it is given leaves an empty graph
             result = function(*arguments)
             for slots, part in zip(self._parts, _parts(result)):

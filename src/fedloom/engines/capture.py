@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
-from fedloom.core.recording import Slots, copy_all, to_device
+from fedloom.core.recording import Slots, copy_all, recorded, to_device
 from fedloom.engines.convolution import products_for
 
 Step = Callable[[Any, Any, Any, Batch], Any]
@@ -97,7 +97,8 @@ class Recordings:
             except Exception as error:
                 if made is not None and made.graphs:
                     raise
-                self.notes.append(f"{label} cannot be {ways.pop(0)}: {str(error).splitlines()[0]}")
+                reason = " ".join(str(error).split("\n")[:2])  # the compiler's first line names no cause
+                self.notes.append(f"{label} cannot be {ways.pop(0)}: {reason}")
                 continue
             self.kept[kind] = made
             for oldest in list(self.kept)[:-KEPT]:
@@ -187,7 +188,7 @@ class CapturedSteps:
             torch.cuda.current_stream().wait_stream(stream)
         pool = next((graph.pool() for graph in self.graphs.values()), None)  # they never run at the same time
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with recorded(graph, pool):
             self._take(steps)
         self.graphs[steps] = graph
 
