@@ -288,7 +288,8 @@ def references(setting: Setting, seed: int, arrays: Arrays, args: argparse.Names
             longer = replace(setting, rounds=args.rounds or 1000)
             simulation = train(build("pfedhn", longer, seed, arrays, args, cohort=5))
             levels[PFEDHN] = 100 * float(np.mean([s.metric for s in simulation.evaluate("test").values()]))
-    for preset, name in IT_PFL_HN.items() if args.it_pfl_hn else ():
+    for preset in args.it_pfl_hn:
+        name = IT_PFL_HN[preset]
         with clock.phase(name):
             longer = replace(setting, rounds=args.rounds or 500)
             more = {"cohort": 10, "preset": preset, "finetune_after": longer.rounds * 4 // 5}
@@ -386,7 +387,7 @@ def main() -> None:
     parser.add_argument("--local-steps", type=int, default=25)
     parser.add_argument("--repetitions", type=int, default=20, help="random divisions of each newcomer's samples")
     parser.add_argument("--pfedhn", action="store_true", help="also train pFedHN, for its labelled participants")
-    parser.add_argument("--it-pfl-hn", action="store_true", help="also train IT-PFL-HN, both presets")
+    parser.add_argument("--it-pfl-hn", nargs="+", choices=list(IT_PFL_HN), default=[], help="also train IT-PFL-HN")
     parser.add_argument("--quick", action="store_true", help="a small check: 3 rounds, one seed, 2 divisions")
     args = parser.parse_args()
     if args.quick:

@@ -21,7 +21,7 @@ from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.random import stream
-from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, leaves, num_bytes
 from fedloom.engines.engine import AbstractEngine
 from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
@@ -101,7 +101,7 @@ class Trainer:
         noted = len(self.engine.notes)
         start = time.perf_counter()
         state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
-        if not bool(self.setup.replay("finite state", _finite, flatten(state._asdict()))):
+        if not bool(self.setup.replay("finite state", _finite, dict(leaves(state._asdict())))):
             raise RoundError(
                 f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
                 "absurd. The last checkpoint is intact: lower the rates or see to the clients, then resume."
@@ -321,7 +321,7 @@ LARGE = 1 << 24
 """Numbers of a tensor that is not looked through: a table of a million clients, which is stepped on with the rest."""
 
 
-def _finite(leaves: Tree) -> torch.Tensor:
+def _finite(state: Tree) -> torch.Tensor:
     """Whether a state's numbers are finite: the sum of a tensor is not where one of its numbers is not."""
-    sums = [leaf.sum().double() for leaf in leaves.values() if leaf.is_floating_point() and leaf.numel() < LARGE]
+    sums = [leaf.sum().double() for leaf in state.values() if leaf.is_floating_point() and leaf.numel() < LARGE]
     return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
