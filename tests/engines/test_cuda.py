@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast path on a GPU gives what the plain loop on the CPU gives, for every method."""
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+import fedloom
 from conftest import Played, models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.core.trees import flatten
@@ -45,3 +48,14 @@ def _compare(method: str, models: Sequence[str], rounds: int) -> Played:
     for path in one:
         torch.testing.assert_close(other[path].cpu(), one[path], rtol=0, atol=1e-8)
     return fast
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_a_run_on_a_gpu_trains_evaluates_and_is_loaded_again(method: str, tmp_path: Path) -> None:
+    given = {"dataset": "digits", "model": "mlp:hidden=5", "clients": 5, "cohort": 3, "rounds": 4, "local_steps": 3}
+    if "local_epochs" in {field.name for field in dataclasses.fields(algorithms.get(method).config)}:
+        given["local_epochs"] = 0
+    run = fedloom.run(method, **given, device="cuda", out=tmp_path / "run", progress="quiet")
+    assert run.records[-1]["dropped"] == [] and run.records[-1]["notes"] == []
+    again = fedloom.load(tmp_path / "run")
+    assert again.simulation.metrics() == pytest.approx(run.simulation.metrics(), abs=1e-6)
