@@ -285,14 +285,14 @@ def table(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _best_choice(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The option's value with the best mean validation accuracy of the participants."""
+    """The option's value with the best mean validation accuracy of the participants, among those that failed least."""
     choices: list[dict[str, Any]] = []
     for run in runs:
         if run["chosen"] not in choices:
             choices.append(run["chosen"])
-    if len(choices) < 2:
-        return choices[0] if choices else {}
-    return max(choices, key=lambda c: statistics.fmean(r["metrics"]["val"] for r in runs if r["chosen"] == c))
+    reached = [[run["metrics"].get("val", 0.0) for run in runs if run["chosen"] == choice] for choice in choices]
+    best = max(zip(choices, reached), key=lambda pair: (len(pair[1]), statistics.fmean(pair[1])), default=({}, []))
+    return best[0]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -23,17 +23,23 @@ def test_recorded_steps_on_a_gpu_give_what_the_plain_loop_gives(
     method: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "MIN_RECORDED_STEPS", 1)
-    _compare(method, models_for(algorithms.get(method), model, "mlp:hidden=5"), rounds=3)
+    fast = _compare(method, models_for(algorithms.get(method), model, "mlp:hidden=5"), rounds=3)
+    assert fast.engine.notes == []
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own affairs
 @pytest.mark.parametrize("method", algorithms.names())
 def test_compiled_steps_on_a_gpu_give_what_the_plain_loop_gives(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MIN_RECORDED_STEPS", 1)
     monkeypatch.setattr(capture, "MIN_COMPILED_STEPS", 0)
     monkeypatch.setattr(convolution, "MIN_INPUTS", 1)  # of this small network too
     fast = _compare(method, models_for(algorithms.get(method), "lenet:kernels=2"), rounds=5)
-    assert any(captured.compiled for captured in fast.engine._recordings.kept.values())
+    if method == "hyperfedzero":  # too much for the compiler in double precision: recorded, with a note
+        assert all("cannot be compiled" in note for note in fast.engine.notes)
+    else:
+        assert fast.engine.notes == []
+        assert any(captured.compiled for captured in fast.engine._recordings.kept.values())
 
 
 def _compare(method: str, models: Sequence[str], rounds: int) -> Played:
@@ -41,7 +47,6 @@ def _compare(method: str, models: Sequence[str], rounds: int) -> Played:
     algorithm = algorithms.get(method)
     plain = play(algorithm, small_federation(models), "sequential", rounds=rounds)
     fast = play(algorithm, small_federation(models, device="cuda"), "vectorised", rounds=rounds)
-    assert fast.engine.notes == []
     assert fast.engine._recordings.kept
     assert all(captured.graphs for captured in fast.engine._recordings.kept.values())
     one, other = flatten(plain.state._asdict()), flatten(fast.state._asdict())
