@@ -145,6 +145,14 @@ def test_fine_tuning_leaves_encoder_embeddings_and_the_participants_loom_alone()
     assert gap(dict(admitted(before).mine), dict(admitted(after).mine)) > 1e-3
 
 
+def test_a_loom_that_was_not_fine_tuned_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for rounds, told in ((2, True), (3, False)):
+        caplog.clear()
+        admitted(play(ALGORITHM, small_federation(unseen=1), rounds=rounds, finetune_after=2, **SMALL))
+        assert ("has not been fine-tuned" in caplog.text) is told
+        assert ("more than 2 rounds" in caplog.text) is told
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("preset", ["paper", "standardised"])
 def test_a_newcomer_sends_its_descriptor_and_nothing_else(engine: str, preset: str) -> None:

@@ -31,6 +31,7 @@ apart: see docs/methods/it_pfl_hn.md.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
@@ -53,6 +54,8 @@ from fedloom.hypernets.weaving import one_by_one, pull_back, weave
 from fedloom.models.spec import ModelSpec
 from fedloom.privacy.descriptor import described_privately
 from fedloom.privacy.gaussian import analytic_sigma
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,11 @@ def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) ->
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Fig. 2b: a newcomer sends its descriptor and gets its model."""
+    if not int(state.stage):
+        log.warning(
+            "IT-PFL-HN's loom has not been fine-tuned, so that it does not know descriptors yet. Train for more than "
+            f"{setup.config.finetune_after} rounds, or with a smaller --finetune-after."
+        )
     clients, inputs = encode(setup, state, newcomers.clients, ask, private=setup.config.private)
     sent = Sent({}, weave(setup, pfedhn.loom_of(setup, pfedhn.whole), state.tuned, inputs, clients))
     return settle_statistics(setup, ALGORITHM, sent, ask)
@@ -203,5 +211,6 @@ ALGORITHM = Algorithm(
     personalise=personalise,
     admit=admit,
     admit_labels=False,
+    newcomers_at="last",  # fine-tuning changes nothing for participants, whose validation data choose the best
     cohort=9,  # sec. 6.1: a tenth of 90 training clients
 )

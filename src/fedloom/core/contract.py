@@ -313,6 +313,8 @@ class Algorithm:
     admit: Callable[[Setup[Any], Any, Cohort, Ask], Sent] | None = None
     admit_labels: bool = True
     """Newcomers need labels to be admitted."""
+    newcomers_at: Literal["best", "last"] = "best"
+    """The checkpoint that newcomers are served from; last where later rounds are for them and leave participants be."""
     global_model: Callable[[Setup[Any], Any], tuple[Model, Params]] | None = None
     """A network besides the clients' own, with its parameters; clients keep its statistics as ``global_buffers``."""
     settle: Callable[[Setup[Any], Any, Ask], Any] | None = None

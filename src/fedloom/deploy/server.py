@@ -95,7 +95,7 @@ def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displ
 
 def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
     """Give the newcomers that are connected their models, and change nothing else."""
-    which: Any = "last" if directory.best_round() is None else "best"
+    which: Any = "last" if directory.best_round() is None else algorithms.get(settings.method).newcomers_at
     deployment = reopened(grid, settings, directory, which)
     end = time.monotonic() + settings.deploy.wait
     deployment.look()
