@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -413,6 +414,17 @@ def test_clients_take_the_ways_to_keep_layers_in_turn() -> None:
     for client, moved in (("0", {"fc3"}), ("1", {"conv1", "fc3"}), ("2", {"conv1"}), ("3", set())):
         first, last = fresh.recall(client)["kept"], played.engine.memory[client]["kept"]
         assert {n.partition(".")[0] for n in first if not torch.equal(first[n], last[n])} == moved
+
+
+def test_every_architecture_takes_every_way_to_keep_layers() -> None:
+    """App. D.12: the modes of each architecture have as many clients, however architectures were dealt."""
+    federation = small_federation(TWO, sizes=(3,) * 8)
+    setup = play(ALGORITHM, federation, rounds=0, keep_local=("head", "none"), **SMALL).setup
+    told = {client: place.size for client, place in places_of(setup, setup.clients).items()}
+    for members in setup.by_model(setup.clients).values():
+        model = setup.models[members[0]]
+        head = sum(math.prod(model.shapes[name]) for name in model.head)
+        assert [told[client] for client in members] == [model.size - head, model.size] * 2
 
 
 def test_frozen_layers_are_woven_and_not_trained() -> None:

@@ -60,7 +60,9 @@ class Config(MultiHeadConfig):
     local_lr: float = option(1e-3, "Local learning rate, eta (sec. 4.1; the code: 5e-3).", low=0)
     weight_decay: float = option(1e-4, "Local weight decay (sec. 4.1; the code: 5e-4).", low=0)
     keep_local: tuple[str, ...] = option(
-        (), "Layers that clients keep, e.g. conv1+head, *bn* or none; clients take several such ways in turn (D.12)."
+        (),
+        "Layers that clients keep, e.g. conv1+head, body, *bn* or none; those with one architecture take several such "
+        "ways in turn (D.12).",
     )
     frozen: tuple[str, ...] = option(
         (), "Layers woven but not trained, written as for keep-local; each client draws one of several ways (D.13)."
@@ -95,21 +97,24 @@ def start(setup: Setup[Any], places: Iterable[Place]) -> State:
 
 def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, Place]:
     """Where each client's model comes from; a client that is not in the roster is a newcomer."""
-    position, roster = {client: i for i, client in enumerate(setup.models)}, set(setup.clients)
+    sizes, roster = told(setup, clients), set(setup.clients)
     return {
         client: setup.config.place(
             f"vectors.{setup.rows([client])[0]}" if client in roster else f"newcomer.{client}",
             setup.models[client],
-            told(setup.models[client], setup.config, position[client]),
+            sizes[client],
         )
         for client in clients
     }
 
 
-def told(model: Model, config: Config, position: int) -> int:
+def told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, int]:
     """K_i, all that a client tells of its model. It does not count what it keeps."""
-    ways = config.keep_local
-    return size_of(rest(model, ways)[position % len(ways)]) if ways else model.size
+    ways, models = setup.config.keep_local, setup.models
+    if not ways:
+        return {client: models[client].size for client in clients}
+    turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
+    return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
