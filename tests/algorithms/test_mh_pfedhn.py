@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import ALGORITHM, CODE_PRESET, Carry, Config, State, places_of
+from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State, places_of
 from fedloom.clients.federation import Client, Federation
+from fedloom.core.config import build
 from fedloom.core.contract import Cohort, Home, Setup
 from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.optim import Optimiser
@@ -258,8 +259,9 @@ def test_the_defaults_are_the_papers_and_the_codes_are_a_preset() -> None:
     assert (config.batches().epochs, config.batches().size) == (2, 64)
     assert (config.chunk, config.embed_dim, config.hidden, config.layers) == (3072, 64, 128, 3)
     assert (config.server_lr, config.server_clip, ALGORITHM.cohort) == (2e-4, 50.0, 1)
-    code = ALGORITHM.config(**CODE_PRESET)
+    code = build(ALGORITHM.config, {"preset": "code"})
     assert (code.batches().epochs, code.local_lr, code.weight_decay) == (1, 5e-3, 5e-4)
+    assert build(ALGORITHM.config, {"preset": "code", "local_lr": "0.1"}) == dataclasses.replace(code, local_lr=0.1)
 
 
 def pieces_of(models: tuple[str, ...], **config: Any) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +48,14 @@ from fedloom.hypernets.sparse import change_in, largest, like_largest
 from fedloom.hypernets.weaving import one_by_one
 from fedloom.privacy.laplace import with_laplace_noise
 
-CODE_PRESET = {"local_epochs": 1, "local_lr": 5e-3, "weight_decay": 5e-4}
-"""Local training in the authors' code, where it differs from the text."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(MultiHeadConfig):
     """MH-pFedHN's options."""
 
+    preset: Literal["text", "code"] = option(
+        "text", "Where local training is not given: as the paper's text has it, or the authors' code."
+    )
     local_epochs: int = option(2, "Passes over the client's data (sec. 4.1; the code: 1); 0: use steps.", low=0)
     local_lr: float = option(1e-3, "Local learning rate, eta (sec. 4.1; the code: 5e-3).", low=0)
     weight_decay: float = option(1e-4, "Local weight decay (sec. 4.1; the code: 5e-4).", low=0)
@@ -73,6 +73,8 @@ class Config(MultiHeadConfig):
     laplace_noise: float = option(0.0, "Scale of Laplace noise on the change (E.2: 0.00625 to 0.0333).", low=0)
     admit_rounds: int = option(100, "Outer steps on a newcomer's vectors.", low=1)
     admit_lr: float = option(2e-4, "Rate of the steps on a newcomer's vectors (the authors' code).", low=0)
+
+    PRESETS: ClassVar = {"code": {"local_epochs": 1, "local_lr": 5e-3, "weight_decay": 5e-4}}
 
 
 class State(NamedTuple):
