@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,13 +226,13 @@ class Deployment(Trainer):
         algorithm = algorithm_of(method, options)
         self.known = Known.of(settings)
         federation = self.known.federation(self.roster)
-        clients, self._cohort = len(federation.participants), options.cohort or algorithm.cohort
+        clients, self._asked = len(federation.participants), partial(options.cohort_of, papers=algorithm.cohort)
         options = replace(
             options,
             dataset="clients",
             partition="clients",
             clients=clients,
-            cohort=min(self._cohort, clients),
+            cohort=self._asked(clients),
             engine=Flower.name,
             device=str(self.known.device),
             threads=torch.get_num_threads(),
@@ -397,7 +398,7 @@ class Deployment(Trainer):
         self.engine.enlist(self.federation)
         self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
         clients = len(self.setup.clients)
-        self.options = replace(self.options, clients=clients, cohort=min(self._cohort, clients))
+        self.options = replace(self.options, clients=clients, cohort=self._asked(clients))
 
     def deliver(self) -> None:
         """Everybody who is connected gets what it is to use."""
