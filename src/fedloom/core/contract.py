@@ -279,6 +279,11 @@ def no_memory(model: Model, config: Any, seed: int) -> Tree:
     return {}
 
 
+def send_to_all(setup: Setup[Any], state: Any, clients: Sequence[ClientId]) -> Sent:
+    """The server sends ``state.params`` to everybody."""
+    return Sent({"params": state.params}, PerClient.empty(clients))
+
+
 def deploy_shared(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     """A client deploys the parameters that all clients get."""
     return {"params": shared["params"], "buffers": memory["buffers"]}
