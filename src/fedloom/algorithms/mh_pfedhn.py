@@ -19,10 +19,7 @@ Kept by the server: the loom, every client's vectors, the state of Adam for each
 Reduces to: a plain chunked hypernetwork with ``heads=single``.
 Differs from the paper: its Algorithm 1 descends along +delta; we descend along pseudo_grad = -delta, as its code does.
 As in its code, a piece that a reply did not go through rests: Adam moves neither it nor its step count. What is sent
-with ``top_share`` counts the places too, which Table 26 leaves out. Table 3's single head is read both ways: ``single``
-(one layer for all positions, the text) and ``per_client`` (the caption, and what runs out of memory). Noise is added
-before the largest entries are chosen. Newcomers are asked together, and a new head steps on the mean of those it is
-for; the code asks one after another. Other decisions: docs/methods/mh_pfedhn.md.
+with ``top_share`` counts the places too, which Table 26 leaves out. Other decisions: docs/methods/mh_pfedhn.md.
 """
 
 from __future__ import annotations
@@ -40,10 +37,11 @@ from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Pr
 from fedloom.core.errors import RoundError
 from fedloom.core.random import stream
 from fedloom.core.training import Training, begin, like_report, remember, report, train_step
-from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.core.trees import ClientId, Params, Tree
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.layers import check_ways, layer_memory, put_back_frozen, rest, shaped, size_of, without_frozen
+from fedloom.hypernets.layers import check_ways, layer_memory, put_back_frozen, shaped, sizes_told, without_frozen
 from fedloom.hypernets.multi_head import MultiHeadConfig, Place, adam_states, adam_step, pull_back, weave
+from fedloom.hypernets.newcomers import find_pieces
 from fedloom.hypernets.sparse import change_in, largest, like_largest
 from fedloom.hypernets.weaving import one_by_one
 from fedloom.privacy.laplace import with_laplace_noise
@@ -99,7 +97,7 @@ def start(setup: Setup[Any], places: Iterable[Place]) -> State:
 
 def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, Place]:
     """Where each client's model comes from; a client that is not in the roster is a newcomer."""
-    sizes, roster = told(setup, clients), set(setup.clients)
+    sizes, roster = sizes_told(setup, clients), set(setup.clients)
     return {
         client: setup.config.place(
             f"vectors.{setup.rows([client])[0]}" if client in roster else f"newcomer.{client}",
@@ -108,15 +106,6 @@ def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, 
         )
         for client in clients
     }
-
-
-def told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, int]:
-    """K_i, all that a client tells of its model. It does not count what it keeps."""
-    ways, models = setup.config.keep_local, setup.models
-    if not ways:
-        return {client: models[client].size for client in clients}
-    turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
-    return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
@@ -213,22 +202,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Sec. 4.4: a newcomer gets vectors of its own, the loom frozen; a number of vectors that is new, also a head."""
-    loom, config, places = setup.config.loom(), setup.config, places_of(setup, newcomers.clients)
-    pieces = loom.grow(state.pieces, places.values(), setup.seed, setup.device, setup.dtype)
-    fresh = {piece: params for piece, params in pieces.items() if piece not in state.pieces}
-    state = State(pieces, adam_states(fresh))
-    # newcomers whose head is known have nothing in common that moves
-    sharing: dict[str, list[ClientId]] = {}
-    for client, own in places.items():
-        sharing.setdefault(own.head if own.head in fresh else own.vectors, []).append(client)
-    for _ in range(config.admit_rounds):
-        replies = ask(program(config), {}, weave(loom, state.pieces, places))
-        for members in sharing.values():
-            answers = PerClient.of({client: replies[client] for client in members if client in replies})
-            if answers:
-                grads = pull_back(loom, state.pieces, places, answers, change_in, fresh.__contains__)
-                state = State(*adam_step(*state, grads, config.admit_lr, config.server_clip))
-    return Sent({}, weave(loom, state.pieces, places))
+    return find_pieces(setup, state.pieces, places_of(setup, newcomers.clients), program(setup.config), ask)
 
 
 CITATION = """@misc{mhpfedhn,

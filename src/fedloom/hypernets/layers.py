@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import flag
-from fedloom.core.contract import Model
+from fedloom.core.contract import Model, Setup
 from fedloom.core.errors import ConfigError
-from fedloom.core.trees import Params
+from fedloom.core.trees import ClientId, Params
 from fedloom.core.vectors import from_vector
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,6 +67,15 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
                     f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
                     "which a client tells what is its own. Name other layers."
                 )
+
+
+def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, int]:
+    """K_i, all that a client tells of its model. It does not count what it keeps."""
+    ways, models = setup.config.keep_local, setup.models
+    if not ways:
+        return {client: models[client].size for client in clients}
+    turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
+    return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
 def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str], seed: int) -> dict[str, Any]:
