@@ -129,7 +129,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and, if they are not averaged, settles its running statistics."""
     sent = personalise(setup, state, newcomers.clients)
-    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, ALGORITHM, sent, ask)
+    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, client_deploy, sent, ask)
 
 
 CITATION = """@inproceedings{mcmahan2017fedavg,

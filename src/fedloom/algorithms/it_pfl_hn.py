@@ -36,7 +36,7 @@ from torch import Tensor
 from fedloom.algorithms import pfedhn
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Ask, Cohort, Home, Model, Program, Sent, Setup, deploy_mine
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import Training, delta, report
@@ -187,7 +187,7 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
         )
     clients, inputs = encode(setup, state, newcomers.clients, ask, private=setup.config.private)
     sent = Sent({}, weave(setup, pfedhn.loom_of(setup), state.tuned, inputs, clients))
-    return settle_statistics(setup, ALGORITHM, sent, ask)
+    return settle_statistics(setup, deploy_mine, sent, ask)
 
 
 CITATION = """@article{amosy2021itpfl,

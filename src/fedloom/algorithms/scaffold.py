@@ -125,7 +125,7 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and settles its running statistics."""
-    return settle_statistics(setup, ALGORITHM, send_to_all(setup, state, newcomers.clients), ask)
+    return settle_statistics(setup, deploy_shared, send_to_all(setup, state, newcomers.clients), ask)
 
 
 CITATION = """@inproceedings{karimireddy2020scaffold,
