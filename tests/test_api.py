@@ -465,6 +465,20 @@ def test_unseen_clients_are_in_the_summary(digits: Callable[[str], Digits]) -> N
     assert set(run.summary["clients"]) == {"0", "1", "2", "3"}
 
 
+def test_newcomers_to_it_pfl_hn_get_the_fine_tuned_loom_and_participants_the_best(tmp_path: Path) -> None:
+    """Fine-tuning leaves participants as they are, so that no round of it is ever better by their validation data."""
+    options = {**TINY, "rounds": 3, "finetune_after": 1, "local_lr": 0.1}
+    run = fedloom.run("it_pfl_hn", dataset="digits", out=tmp_path / "run", unseen=2, **options)
+    assert run.summary["best"]["round"] == run.simulation.round == 1
+    assert run.for_newcomers.simulation.round == 3
+    assert run.evaluate_unseen() == run.summary["unseen"]
+    first, last = (fedloom.load(run.path, which=which) for which in (1, "last"))
+    assert first.evaluate_unseen() != run.summary["unseen"]
+    x = run.simulation.federation.x[:20]
+    assert torch.equal(run.admit(x).predict(x), last.admit(x).predict(x))
+    assert not torch.equal(run.admit(x).predict(x), first.admit(x).predict(x))
+
+
 def test_a_run_is_tried_with_other_options_than_it_was_trained_with(digits: Callable[[str], Digits]) -> None:
     run = digits("fedavg").run
     plain, blurred = (fedloom.load(run.path, which="last", **o) for o in ({}, {"unseen_shift": "blur"}))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,12 +121,13 @@ def load(
     path: str | Path,
     *,
     dataset: Any = None,
-    which: Literal["best", "last"] | int = "best",
+    which: Literal["best", "last"] | int | None = None,
     adapt: str | None = None,
     **options: Any,
 ) -> Run:
     """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept.
 
+    Without ``which`` it is the best; for newcomers, the last if the method serves them from there.
     With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not. ``options`` are options
     that matter after training, with other values than the run was trained with: ``unseen_shift="blur"``.
     """
@@ -177,7 +179,7 @@ class Run:
         directory: RunDirectory,
         simulation: Simulation | None,
         dataset: Any = None,
-        which: Literal["best", "last"] | int = "best",
+        which: Literal["best", "last"] | int | None = None,
         adapt: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -216,11 +218,20 @@ class Run:
         """The federation with the checkpoint's state in it."""
         if self._simulation is None:
             self._simulation = _rebuild(self.directory, self._dataset, **self._changes)
-            nothing_best = self._which == "best" and self.directory.best_round() is None
-            checkpoint = self.directory.load("last" if nothing_best else self._which)
+            which = "best" if self._which is None else self._which
+            nothing_best = which == "best" and self.directory.best_round() is None
+            checkpoint = self.directory.load("last" if nothing_best else which)
             self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
             self._simulation.settle()
         return self._simulation
+
+    @cached_property
+    def for_newcomers(self) -> Run:
+        """This run at the checkpoint that newcomers are served from, unless one was chosen: the method says which."""
+        at = algorithms.get(self.config["method"]).newcomers_at
+        if self._which is not None or at == "best":
+            return self
+        return Run(self.directory, None, self._dataset, at, self._changes["adapt"], self._changes)
 
     @property
     def clients(self) -> tuple[ClientId, ...]:
@@ -259,7 +270,7 @@ class Run:
         """
         if split not in (*SPLITS, "all"):
             raise unknown("split", split, [*SPLITS, "all"])
-        return self.simulation.evaluate_unseen(split, mode, samples)
+        return self.for_newcomers.simulation.evaluate_unseen(split, mode, samples)
 
     def admit(
         self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None, model: str | None = None
@@ -268,15 +279,15 @@ class Run:
 
         ``model`` is its network; without it, that of the first participant.
         """
-        algorithm = self.simulation.algorithm
+        simulation, client = self.for_newcomers.simulation, "newcomer"
+        algorithm = simulation.algorithm
         if algorithm.admit is None:
-            self.simulation.admit(())
+            simulation.admit(())
         if y is None and algorithm.admit_labels:
             raise NeedsError(
                 f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
                 "Call admit(x, y), or choose a method that needs no labels."
             )
-        simulation, client = self.simulation, "newcomer"
         while client in simulation.federation.roster:
             client += "'"
         samples = _samples(simulation, x)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Played, play, setup_of, small_federation
-from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_init, client_step, embed, loom_of, penalty
+from fedloom.algorithms.fedavg import client_init
+from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_step, embed, loom_of, penalty
 from fedloom.core.contract import Batch, Cohort, Home
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import fold, key, normal

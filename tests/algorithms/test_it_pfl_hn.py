@@ -115,7 +115,7 @@ def test_a_round_of_fine_tuning_steps_on_the_loom_alone(step: str) -> None:
     played = play(ALGORITHM, federation, rounds=2, wrap=ears, **config)
     assert ears.programs[2:] == ["encoder.describe", "it_pfl_hn.finetune"]
     before = play(ALGORITHM, federation, rounds=1, **config).state
-    loom, clients = pfedhn.loom_of(played.setup, pfedhn.whole), list(federation.participants)
+    loom, clients = pfedhn.loom_of(played.setup), list(federation.participants)
     table = torch.stack([whole_batch(federation, played, c) for c in clients])
     tuned = {name: value.clone().requires_grad_() for name, value in before.loom.items()}
     optimiser = torch.optim.SGD(tuned.values(), lr=0.3, momentum=0.9, weight_decay=1e-3)
@@ -145,6 +145,14 @@ def test_fine_tuning_leaves_encoder_embeddings_and_the_participants_loom_alone()
     assert gap(dict(admitted(before).mine), dict(admitted(after).mine)) > 1e-3
 
 
+def test_a_loom_that_was_not_fine_tuned_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for rounds, told in ((2, True), (3, False)):
+        caplog.clear()
+        admitted(play(ALGORITHM, small_federation(unseen=1), rounds=rounds, finetune_after=2, **SMALL))
+        assert ("has not been fine-tuned" in caplog.text) is told
+        assert ("more than 2 rounds" in caplog.text) is told
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("preset", ["paper", "standardised"])
 def test_a_newcomer_sends_its_descriptor_and_nothing_else(engine: str, preset: str) -> None:
@@ -156,7 +164,7 @@ def test_a_newcomer_sends_its_descriptor_and_nothing_else(engine: str, preset: s
     assert ears.up == {"descriptor"} and ears.down == {f"encoder/{name}" for name in played.state.encoder}
     table = torch.stack([whole_batch(federation, played, c) for c in ("3", "4")])
     table = (table - played.state.centre) / played.state.scale
-    expected = weave(played.setup, pfedhn.loom_of(played.setup, pfedhn.whole), played.state.tuned, table, ("3", "4"))
+    expected = weave(played.setup, pfedhn.loom_of(played.setup), played.state.tuned, table, ("3", "4"))
     assert gap(dict(sent.mine), dict(expected)) < 1e-10 and sent.shared == {}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import ALGORITHM, CODE_PRESET, Carry, Config, State, places_of
+from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State, places_of
 from fedloom.clients.federation import Client, Federation
+from fedloom.core.config import build
 from fedloom.core.contract import Cohort, Home, Setup
 from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.optim import Optimiser
@@ -257,8 +259,9 @@ def test_the_defaults_are_the_papers_and_the_codes_are_a_preset() -> None:
     assert (config.batches().epochs, config.batches().size) == (2, 64)
     assert (config.chunk, config.embed_dim, config.hidden, config.layers) == (3072, 64, 128, 3)
     assert (config.server_lr, config.server_clip, ALGORITHM.cohort) == (2e-4, 50.0, 1)
-    code = ALGORITHM.config(**CODE_PRESET)
+    code = build(ALGORITHM.config, {"preset": "code"})
     assert (code.batches().epochs, code.local_lr, code.weight_decay) == (1, 5e-3, 5e-4)
+    assert build(ALGORITHM.config, {"preset": "code", "local_lr": "0.1"}) == dataclasses.replace(code, local_lr=0.1)
 
 
 def pieces_of(models: tuple[str, ...], **config: Any) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -413,6 +416,17 @@ def test_clients_take_the_ways_to_keep_layers_in_turn() -> None:
     for client, moved in (("0", {"fc3"}), ("1", {"conv1", "fc3"}), ("2", {"conv1"}), ("3", set())):
         first, last = fresh.recall(client)["kept"], played.engine.memory[client]["kept"]
         assert {n.partition(".")[0] for n in first if not torch.equal(first[n], last[n])} == moved
+
+
+def test_every_architecture_takes_every_way_to_keep_layers() -> None:
+    """App. D.12: the modes of each architecture have as many clients, however architectures were dealt."""
+    federation = small_federation(TWO, sizes=(3,) * 8)
+    setup = play(ALGORITHM, federation, rounds=0, keep_local=("head", "none"), **SMALL).setup
+    told = {client: place.size for client, place in places_of(setup, setup.clients).items()}
+    for members in setup.by_model(setup.clients).values():
+        model = setup.models[members[0]]
+        head = sum(math.prod(model.shapes[name]) for name in model.head)
+        assert [told[client] for client in members] == [model.size - head, model.size] * 2
 
 
 def test_frozen_layers_are_woven_and_not_trained() -> None:

@@ -52,6 +52,13 @@ def test_evaluate_unseen(cli):
     assert "deployed/unseen/test/accuracy" in cli("evaluate", "a", "--unseen").out
 
 
+def test_evaluate_unseen_is_of_the_checkpoint_that_serves_newcomers(cli):
+    cli("run", "it_pfl_hn", *TINY, "--finetune-after", 1, "--unseen", 2, "--out", "a", "--quiet")
+    found = json.loads(cli("evaluate", "a", "--unseen", "--json").out)
+    assert found["round"] == 2 and found["metrics"] == json.loads(Path("a/summary.json").read_text())["unseen"]
+    assert json.loads(cli("evaluate", "a", "--json").out)["round"] == 1
+
+
 def test_evaluate_unseen_by_participants_models(cli, refused):
     cli("run", "pfedhn", *TINY, "--unseen", 2, "--admit-rounds", 1, "--out", "a", "--quiet")
     for mode in ("sampled", "ensemble", "nearest"):

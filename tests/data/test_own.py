@@ -35,6 +35,19 @@ def test_float_targets_are_a_regression():
     assert (whole.num_classes, whole.y.dtype) == (0, np.float32)
 
 
+def test_float_labels_are_not_taken_for_a_regression_in_silence():
+    x, y = np.zeros((8, 3)), np.repeat([0.0, 1.0, 2.0, 5.0], 2)
+    with pytest.raises(DataError) as caught:
+        from_arrays(x, y)
+    assert str(caught.value) == (
+        "Dataset 'arrays' has y of type float64 with 4 different values, all whole numbers; give classes as "
+        "y.astype(int), or targets of a regression as y[:, None]."
+    )
+    assert from_arrays(x, y[:, None]).num_classes == from_arrays(x, y, task="regression").num_classes == 0
+    assert from_arrays(x, np.minimum(y, 3).astype(int)).num_classes == 4
+    assert from_arrays(x, np.arange(8.0)).num_classes == 0  # a value of its own for every sample
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [

@@ -184,6 +184,7 @@ CONV1, HEAD = {"conv1.weight", "conv1.bias"}, {"fc3.weight", "fc3.bias"}
     [
         (("conv1",), CONV1),
         (("head",), HEAD),
+        (("body",), set(LENET.shapes) - HEAD),
         (("conv1+head",), CONV1 | HEAD),
         (("conv1", "fc3"), CONV1 | HEAD),
         (("c*1.bias",), {"conv1.bias"}),
@@ -207,7 +208,7 @@ def test_layers_that_no_model_has_are_refused_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         check_ways("keep_local", ("conv1+fc9",), [LENET], told_by_size=True)
     assert str(caught.value) == (
-        "--keep-local names 'fc9', which no model has. Choose from head, none, conv1, conv2, fc1, fc2, fc3."
+        "--keep-local names 'fc9', which no model has. Choose from head, body, none, conv1, conv2, fc1, fc2, fc3."
     )
     with pytest.raises(ConfigError, match=r"--keep-local leaves nothing of lenet:kernels=2. Name fewer layers."):
         check_ways("keep_local", ("*",), [LENET], told_by_size=True)

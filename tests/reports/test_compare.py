@@ -55,6 +55,16 @@ def test_rows_show_what_differs(tmp_path):
     ]
 
 
+def test_runs_of_unlike_federations_are_said_to_be(tmp_path):
+    for name, own in {"a": {}, "b": {"clients": 9}, "c": {"dataset": "mnist", "local_lr": 0.1}}.items():
+        write_run(tmp_path / name, **{"dataset": "digits", "clients": 4, "local_lr": 0.2, **own})
+    assert compare([tmp_path / "a", tmp_path / "c"]).unlike == (
+        "These runs are not of one federation: they differ in dataset (digits, mnist). Compare rows that agree in it."
+    )
+    assert "differ in dataset (digits, mnist) and clients (4, 9)." in compare([tmp_path]).unlike
+    assert compare([write_run(tmp_path / "d", dataset="digits", clients=4, local_lr=0.3), tmp_path / "a"]).unlike == ""
+
+
 def test_an_adapted_run_is_a_row_of_its_own(tmp_path):
     write_run(tmp_path / "a", adapt="none")
     write_run(tmp_path / "b", adapt="prior")

@@ -48,6 +48,7 @@ def test_options_cannot_be_changed() -> None:
         ({"eval_clients": -1}, "--eval-clients is -1"),
         ({"dtype": "float16"}, "Unknown value for --dtype 'float16'; did you mean"),
         ({"clients": 3, "cohort": 4}, "--cohort is 4, but there are 3 clients; ask at most as many as there are."),
+        ({"cohort": 2.5}, "--cohort is 2.5; give a whole number of clients, or a share below 1."),
     ],
 )
 def test_values_that_cannot_be(given: dict[str, Any], sentence: str) -> None:
@@ -58,6 +59,13 @@ def test_values_that_cannot_be(given: dict[str, Any], sentence: str) -> None:
 
 def test_a_cohort_of_everybody() -> None:
     assert RunOptions(clients=3, cohort=3).cohort == 3
+
+
+@pytest.mark.parametrize(
+    ("cohort", "clients", "asked"), [(0, 50, 7), (0, 3, 3), (10, 50, 10), (0.2, 50, 10), (0.01, 50, 1), (1, 50, 1)]
+)
+def test_a_cohort_is_a_count_or_a_share(cohort: float, clients: int, asked: int) -> None:
+    assert RunOptions(cohort=cohort).cohort_of(clients, papers=7) == asked
 
 
 @pytest.mark.parametrize(

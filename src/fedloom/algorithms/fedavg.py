@@ -29,16 +29,7 @@ from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Needs, Program, Sent, Setup
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
-from fedloom.core.training import (
-    LocalConfig,
-    Training,
-    begin,
-    delta,
-    like_report,
-    remember,
-    report,
-    train_step,
-)
+from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 
 
@@ -70,8 +61,8 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     return average(setup.config, state, replies), {"local_loss": mean_loss(replies)}
 
 
-def message(config: Any, state: State) -> dict[str, Any]:
-    """The global model as it is sent down."""
+def message(config: Any, state: Any) -> dict[str, Any]:
+    """The global model as it is sent down; ``state`` has ``params`` and ``buffers``."""
     averaged = {"buffers": state.buffers} if config.batchnorm == "averaged" else {}
     return {"params": state.params, **averaged}
 
@@ -79,18 +70,23 @@ def message(config: Any, state: State) -> dict[str, Any]:
 def average(config: Any, state: State, replies: PerClient) -> State:
     """The global model after the replies."""
     params = tree_map(torch.add, state.params, weighted_mean(replies, "delta"))
-    buffers = state.buffers
-    if config.batchnorm == "averaged":
-        # counters are whole numbers: to the nearest one, as weights may add up to a little less than 1
-        buffers = tree_map(
-            lambda new, old: (new if old.is_floating_point() else new.round()).to(old.dtype),
-            weighted_mean(replies, "buffers"),
-            state.buffers,
-        )
-    return State(params, buffers)
+    return State(params, average_buffers(config, state.buffers, replies))
 
 
-def program(config: Config) -> Program:
+def average_buffers(config: Any, before: Mapping[str, Tensor], replies: PerClient) -> Mapping[str, Tensor]:
+    """The running statistics after the replies."""
+    if config.batchnorm == "local":
+        return before
+    # counters are whole numbers: to the nearest one, as weights may add up to a little less than 1
+    after: Mapping[str, Tensor] = tree_map(
+        lambda new, old: (new if old.is_floating_point() else new.round()).to(old.dtype),
+        weighted_mean(replies, "buffers"),
+        before,
+    )
+    return after
+
+
+def program(config: LocalConfig) -> Program:
     """What a client of FedAvg runs."""
     return Program("fedavg.train", client_init, client_step, client_final, config.batches(), expects)
 
@@ -133,7 +129,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and, if they are not averaged, settles its running statistics."""
     sent = personalise(setup, state, newcomers.clients)
-    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, ALGORITHM, sent, ask)
+    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, client_deploy, sent, ask)
 
 
 CITATION = """@inproceedings{mcmahan2017fedavg,

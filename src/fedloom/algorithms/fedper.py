@@ -25,16 +25,7 @@ from torch import Tensor
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Needs, Program, Sent, Setup
 from fedloom.core.random import seed_of
-from fedloom.core.training import (
-    LocalConfig,
-    Training,
-    begin,
-    delta,
-    like_report,
-    remember,
-    report,
-    train_step,
-)
+from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 
 

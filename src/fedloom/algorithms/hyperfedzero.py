@@ -17,20 +17,15 @@ Sent up: their change, the number of samples, the training loss without the pena
 Kept by the client: nothing that counts; its model's constants.
 Kept by the server: extractor, noise network and loom.
 Reduces to: FedAvg on one reparametrised model with ``control=constant``.
-Differs from the paper: it does not say what f and noisy are; here they are linear, as the noisy gates of Shazeer et al.
-(2017) that eq. 3 follows, or have one hidden layer. z is drawn per sample and dimension in training and is 0 at test
-time. The first penalty is var / mean as eq. 4 has it (not the squared coefficient of variation), var with the divisor
-P - 1; the second is a mean over samples and dimensions, P times smaller than an entropy. A chunk's embedding has 32
-numbers, which the parameter counts of Table 3 fit, and joins e at the input. What is discarded is the last chunk's
-surplus. BatchNorm, which the paper keeps in its ResNets without saying how, is refused: a sample alone has no batch
-statistics. Opt. 1 adds V e to the bias of the first layer, which for a dense layer is e appended to its input.
+Differs from the paper: nothing, but it leaves much open. f and noisy are linear, a chunk's embedding has 32 numbers and
+joins e at the input, BatchNorm is refused. How eq. 4 is read, and all else: docs/methods/hyperfedzero.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -38,23 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup, deploy_shared
+from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Program, Sent, Setup, deploy_shared, send_to_all
 from fedloom.core.random import fold, normal, seed_of
-from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report
-from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
+from fedloom.core.training import LocalConfig, Training
+from fedloom.core.trees import Params, PerClient, Tree, tree_map
 from fedloom.core.vectors import from_vector
 from fedloom.hypernets.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
-from fedloom.hypernets.per_sample import (
-    PerSampleNeeds,
-    append,
-    append_init,
-    classify,
-    gradient_by_slices,
-    net,
-    slices,
-)
+from fedloom.hypernets.per_sample import PerSampleNeeds, append, append_init, classify, gradient_by_slices, net, slices
 from fedloom.models.spec import ModelSpec
 
 
@@ -126,18 +114,8 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
 
 
 def program(config: Config) -> Program:
-    """What a client of HyperFedZero runs."""
-    return Program("hyperfedzero.train", client_init, client_step, client_final, config.batches(), expects)
-
-
-def expects(shared: Tree, mine: Tree) -> Tree:
-    """A change for every tensor sent."""
-    return {"delta": shared["params"], **like_report()}
-
-
-def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Training:
-    """Start from the common networks."""
-    return begin(home, shared["params"], memory)
+    """What a client of HyperFedZero runs: FedAvg's program with another step."""
+    return replace(fedavg.program(config), name="hyperfedzero.train", step=client_step)
 
 
 def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
@@ -158,11 +136,6 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     grads, loss = gradient_by_slices(objective, carry.params, parts, carry.loss)
     params, state = config.local_optimiser().update(carry.params, grads, carry.optimiser)
     return carry._replace(params=params, optimiser=state, loss=loss, steps=carry.steps + 1)
-
-
-def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
-    """Reply with the change."""
-    return {"delta": delta(carry), **report(home, carry)}, remember(home, carry, memory)
 
 
 def embed(params: Params, x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -213,14 +186,9 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """The same networks for everybody: it is the sample that makes the classifier."""
-    return Sent({"params": state.params}, PerClient.empty(clients))
-
-
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets what everybody has."""
-    return personalise(setup, state, newcomers.clients)
+    return send_to_all(setup, state, newcomers.clients)
 
 
 CITATION = """@article{zhou2025hyperfedzero,
@@ -229,19 +197,18 @@ CITATION = """@article{zhou2025hyperfedzero,
   author={Zhou, Yuhao and Lv, Jindi and Tian, Yuxin and Si, Dan and Ye, Qing and Lv, Jiancheng},
   year={2025}}"""
 
-ALGORITHM = Algorithm(
+ALGORITHM = replace(
+    fedavg.ALGORITHM,
     name="HyperFedZero",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
     round=round,
-    personalise=personalise,
+    personalise=send_to_all,
     client_deploy=deploy_shared,
     predict=predict,
     admit=admit,
-    admit_labels=False,
-    carries_prior=False,
     cohort=50,  # sec. 5: all of 10 or 50 clients take part
     needs=PerSampleNeeds(same_model=True),
 )

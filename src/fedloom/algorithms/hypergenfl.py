@@ -25,19 +25,14 @@ Differs from the paper:
     Order. Algorithm 1 averages the cohort's models before it sends anything, though all clients have just been given
     one and the same model. The loop is read from line 10 on: send, train, step on the loom (lines 14 to 17), and then
     average, by the loom that has stepped, the models that have just been trained (lines 8 and 9).
-    Clients use SGD: with AdamW at 0.01, which the paper may mean for them too, a prototype did not learn. Eq. 4's
-    softmax goes over features; several attention layers each add to their input, and one softmax follows the last.
-    lambda and the number of attention heads are not given: ours. Embeddings of clients that did not reply stay as they
-    are. The losses of Table 9 are between the average and each client's model, summed over parameters. BatchNorm's
-    statistics are averaged by data size, if at all. ``start=alive`` is ours: as written the heads soon die and all
-    weights are equal (docs/methods/hypergenfl.md).
+    Clients use SGD, and ``start=alive`` is ours. These and other decisions: docs/methods/hypergenfl.md.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,31 +42,24 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Cohort, Needs, Sent, Setup
+from fedloom.core.contract import Ask, Cohort, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
-from fedloom.hypernets.attention import AttentionLoom, first_embeddings, layers_of
+from fedloom.hypernets.attention import AttentionConfig, AttentionLoom, first_embeddings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(fedavg.Config):
+class Config(AttentionConfig, fedavg.Config):
     """HyperGenFL's options."""
 
     local_epochs: int = option(10, "Passes over the client's data; 0: use --local-steps (sec. 4.1).", low=0)
     batch_size: int = option(32, "Samples per step; the last batch of a pass has what is left (sec. 4.1).", low=1)
     local_lr: float = option(1e-2, "Local learning rate (sec. 4.1, there with AdamW).", low=0)
     weight_decay: float = option(1e-5, "Local weight decay (sec. 4.1).", low=0)
-    embed_dim: int = option(128, "Size of an embedding and of the attention (sec. 4.1).", low=1)
-    embed_init: Literal["ones", "random", "one_hot"] = option(
-        "ones", "Embeddings start at 1, at N(0, 1), or are one-hot and fixed (sec. 5.1)."
-    )
-    attention_layers: int = option(1, "Layers of attention (sec. 5.2 tries 1 to 3).", low=1)
-    attention_heads: int = option(4, "Heads of the attention (not given in the paper).", low=1)
-    score_floor: float = option(0.01, "What is added to every score, lambda (not given in the paper).", above=0)
     server_lr: float = option(1e-2, "Outer learning rate of AdamW, eta (sec. 4.1).", low=0)
     server_weight_decay: float = option(1e-5, "Outer weight decay (sec. 4.1).", low=0)
     server_loss: Literal["difference", "mse", "log_cosh"] = option(
@@ -80,17 +68,9 @@ class Config(fedavg.Config):
     direction: Literal["descent", "literal"] = option(
         "descent", "Sign of the step along the difference: down the clients' loss, or as Algorithm 1 is printed."
     )
-    start: Literal["paper", "alive"] = option(
-        "paper", "Initial loom: torch's defaults, or one whose heads stay on; best with --embed-init random."
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.embed_dim % self.attention_heads:
-            raise ConfigError(
-                f"--embed-dim is {self.embed_dim} and --attention-heads {self.attention_heads}; the first must be a "
-                "multiple of the second. Change one of them."
-            )
         if self.direction == "literal" and self.server_loss != "difference":
             raise ConfigError(
                 f"--direction literal is a reading of eq. 10 and 11; got --server-loss {self.server_loss}, which has "
@@ -118,8 +98,7 @@ def init(setup: Setup[Any]) -> State:
     """The model as FedAvg's; all embeddings alike, unless an ablation is asked for."""
     config, (params, buffers), loom = setup.config, fedavg.init(setup), loom_of(setup)
     phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype, alive=config.start == "alive")
-    table = first_embeddings(config.embed_init, len(setup.clients), loom.embed_dim, setup.seed)
-    table = table.to(setup.device, setup.dtype)
+    table = first_embeddings(config.embed_init, len(setup.clients), loom.embed_dim, setup.seed).to(phi["head.bias"])
     activations = loom.activations(phi, table)
     alive = (activations > 0).any(0)
     warn_if_dead(config, alive)
@@ -129,16 +108,12 @@ def init(setup: Setup[Any]) -> State:
 
 def loom_of(setup: Setup[Config]) -> AttentionLoom:
     """The loom for a roster."""
-    config, layers = setup.config, layers_of(setup.models[setup.clients[0]].shapes)
-    dim = len(setup.clients) if config.embed_init == "one_hot" else config.embed_dim
-    return AttentionLoom(
-        dim, layers, config.embed_dim, config.attention_heads, config.attention_layers, config.score_floor
-    )
+    return setup.config.loom(len(setup.clients), setup.models[setup.clients[0]].shapes)
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
     """Algorithm 1 from line 10 on, then lines 8 and 9."""
-    shared = fedavg.message(setup.config, model_of(state))
+    shared = fedavg.message(setup.config, state)
     replies = ask(fedavg.program(setup.config), shared, PerClient.empty(cohort.clients))
     active = sorted(replies, key=lambda client: setup.rows([client]))
     deltas, loom = replies.pick(active)["delta"], loom_of(setup)
@@ -146,7 +121,7 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     after = aggregate(setup, loom, learned, active, deltas)
     if state.alive.any():
         warn_if_dead(setup.config, after.alive)
-    buffers = fedavg.average(setup.config, model_of(state), replies).buffers
+    buffers = fedavg.average_buffers(setup.config, state.buffers, replies)
     told = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
     return after._replace(buffers=buffers), told | loom.described(after.last_weights[setup.rows(active)], active)
 
@@ -212,38 +187,18 @@ def warn_if_dead(config: Config, alive: Tensor) -> None:
         )
 
 
-def model_of(state: State) -> fedavg.State:
-    """The part of the state that FedAvg has too."""
-    return fedavg.State(state.params, state.buffers)
-
-
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """The same model for everybody."""
-    return fedavg.personalise(setup, model_of(state), clients)
-
-
-def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
-    """A newcomer gets the global model, as in FedAvg."""
-    return fedavg.admit(setup, model_of(state), newcomers, ask)
-
-
 CITATION = """@inproceedings{chen2025hypergenfl,
   title={{HyperGenFL}: Hypernetwork-Generated Model Aggregation in Federated Learning},
   author={Chen, Jerry and Lu, Qikai and Tian, Ruiqing and Niu, Di and Li, Baochun},
   booktitle={CIKM}, year={2025}}"""
 
-ALGORITHM = Algorithm(
+ALGORITHM = replace(
+    fedavg.ALGORITHM,
     name="HyperGenFL",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
     round=round,
-    personalise=personalise,
-    client_deploy=fedavg.client_deploy,
-    admit=admit,
-    admit_labels=False,
-    carries_prior=False,
     cohort=20,  # the advanced and the extreme setting of Table 1
-    needs=Needs(same_model=True),
 )

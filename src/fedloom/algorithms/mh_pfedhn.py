@@ -19,10 +19,7 @@ Kept by the server: the loom, every client's vectors, the state of Adam for each
 Reduces to: a plain chunked hypernetwork with ``heads=single``.
 Differs from the paper: its Algorithm 1 descends along +delta; we descend along pseudo_grad = -delta, as its code does.
 As in its code, a piece that a reply did not go through rests: Adam moves neither it nor its step count. What is sent
-with ``top_share`` counts the places too, which Table 26 leaves out. Table 3's single head is read both ways: ``single``
-(one layer for all positions, the text) and ``per_client`` (the caption, and what runs out of memory). Noise is added
-before the largest entries are chosen. Newcomers are asked together, and a new head steps on the mean of those it is
-for; the code asks one after another. Other decisions: docs/methods/mh_pfedhn.md.
+with ``top_share`` counts the places too, which Table 26 leaves out. Other decisions: docs/methods/mh_pfedhn.md.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,27 +37,30 @@ from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Pr
 from fedloom.core.errors import RoundError
 from fedloom.core.random import stream
 from fedloom.core.training import Training, begin, like_report, remember, report, train_step
-from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.core.trees import ClientId, Params, Tree
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.layers import check_ways, layer_memory, put_back_frozen, rest, shaped, size_of, without_frozen
+from fedloom.hypernets.layers import check_ways, layer_memory, put_back_frozen, shaped, sizes_told, without_frozen
 from fedloom.hypernets.multi_head import MultiHeadConfig, Place, adam_states, adam_step, pull_back, weave
+from fedloom.hypernets.newcomers import find_pieces
 from fedloom.hypernets.sparse import change_in, largest, like_largest
 from fedloom.hypernets.weaving import one_by_one
 from fedloom.privacy.laplace import with_laplace_noise
-
-CODE_PRESET = {"local_epochs": 1, "local_lr": 5e-3, "weight_decay": 5e-4}
-"""Local training in the authors' code, where it differs from the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(MultiHeadConfig):
     """MH-pFedHN's options."""
 
+    preset: Literal["text", "code"] = option(
+        "text", "Where local training is not given: as the paper's text has it, or the authors' code."
+    )
     local_epochs: int = option(2, "Passes over the client's data (sec. 4.1; the code: 1); 0: use steps.", low=0)
     local_lr: float = option(1e-3, "Local learning rate, eta (sec. 4.1; the code: 5e-3).", low=0)
     weight_decay: float = option(1e-4, "Local weight decay (sec. 4.1; the code: 5e-4).", low=0)
     keep_local: tuple[str, ...] = option(
-        (), "Layers that clients keep, e.g. conv1+head, *bn* or none; clients take several such ways in turn (D.12)."
+        (),
+        "Layers that clients keep, e.g. conv1+head, body, *bn* or none; those with one architecture take several such "
+        "ways in turn (D.12).",
     )
     frozen: tuple[str, ...] = option(
         (), "Layers woven but not trained, written as for keep-local; each client draws one of several ways (D.13)."
@@ -71,6 +71,8 @@ class Config(MultiHeadConfig):
     laplace_noise: float = option(0.0, "Scale of Laplace noise on the change (E.2: 0.00625 to 0.0333).", low=0)
     admit_rounds: int = option(100, "Outer steps on a newcomer's vectors.", low=1)
     admit_lr: float = option(2e-4, "Rate of the steps on a newcomer's vectors (the authors' code).", low=0)
+
+    PRESETS: ClassVar = {"code": {"local_epochs": 1, "local_lr": 5e-3, "weight_decay": 5e-4}}
 
 
 class State(NamedTuple):
@@ -95,21 +97,15 @@ def start(setup: Setup[Any], places: Iterable[Place]) -> State:
 
 def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, Place]:
     """Where each client's model comes from; a client that is not in the roster is a newcomer."""
-    position, roster = {client: i for i, client in enumerate(setup.models)}, set(setup.clients)
+    sizes, roster = sizes_told(setup, clients), set(setup.clients)
     return {
         client: setup.config.place(
             f"vectors.{setup.rows([client])[0]}" if client in roster else f"newcomer.{client}",
             setup.models[client],
-            told(setup.models[client], setup.config, position[client]),
+            sizes[client],
         )
         for client in clients
     }
-
-
-def told(model: Model, config: Config, position: int) -> int:
-    """K_i, all that a client tells of its model. It does not count what it keeps."""
-    ways = config.keep_local
-    return size_of(rest(model, ways)[position % len(ways)]) if ways else model.size
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
@@ -206,22 +202,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Sec. 4.4: a newcomer gets vectors of its own, the loom frozen; a number of vectors that is new, also a head."""
-    loom, config, places = setup.config.loom(), setup.config, places_of(setup, newcomers.clients)
-    pieces = loom.grow(state.pieces, places.values(), setup.seed, setup.device, setup.dtype)
-    fresh = {piece: params for piece, params in pieces.items() if piece not in state.pieces}
-    state = State(pieces, adam_states(fresh))
-    # newcomers whose head is known have nothing in common that moves
-    sharing: dict[str, list[ClientId]] = {}
-    for client, own in places.items():
-        sharing.setdefault(own.head if own.head in fresh else own.vectors, []).append(client)
-    for _ in range(config.admit_rounds):
-        replies = ask(program(config), {}, weave(loom, state.pieces, places))
-        for members in sharing.values():
-            answers = PerClient.of({client: replies[client] for client in members if client in replies})
-            if answers:
-                grads = pull_back(loom, state.pieces, places, answers, change_in, fresh.__contains__)
-                state = State(*adam_step(*state, grads, config.admit_lr, config.server_clip))
-    return Sent({}, weave(loom, state.pieces, places))
+    return find_pieces(setup, state.pieces, places_of(setup, newcomers.clients), program(setup.config), ask)
 
 
 CITATION = """@misc{mhpfedhn,

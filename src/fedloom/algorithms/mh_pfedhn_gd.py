@@ -19,9 +19,7 @@ Kept by the server: as in MH-pFedHN, and the global model's vectors.
 Reduces to: MH-pFedHN with ``global_share=0``; MH-pFedHNG (Table 4) with ``distil_weight=0``.
 Differs from the paper: eq. 8 puts lambda on the client's loss and lambda is 0.01 to 0.2; the code puts it on the
 distillation, and so do we. The code's global step also moves, by Adam's momentum, all that the global model did not
-come from; ours does not. The teacher runs in evaluation mode. Clients that do not answer the first ask are not asked
-again in the round. Which clients deploy the global model (App. D.13) is drawn once. Newcomers are admitted as in
-MH-pFedHN.
+come from; ours does not. Other decisions: docs/methods/mh_pfedhn_gd.md.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from torch import Tensor
 
 from fedloom.algorithms import mh_pfedhn
 from fedloom.algorithms.mh_pfedhn import State, places_of
-from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Home, Needs, Program, Setup
@@ -44,7 +41,7 @@ from fedloom.core.random import stream
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.core.vectors import from_vector, to_vector
-from fedloom.hypernets.distillation import distilled
+from fedloom.hypernets.distillation import distilled, guest_of, statistics_of, teacher_in
 from fedloom.hypernets.multi_head import Place, adam_step, pull_back
 from fedloom.hypernets.sparse import change_in
 from fedloom.models.model import Model
@@ -159,22 +156,10 @@ def global_expects(shared: Tree, mine: Tree) -> Tree:
     return {"delta": shared["vector"], **like_report()}
 
 
-def guest_of(home: Home) -> contract.Model:
-    """The global model's network."""
-    assert home.guest is not None
-    return home.guest
-
-
 def global_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Training:
     """Start from w_g, with the client's own running statistics for it."""
     guest = guest_of(home)
-    return begin(home, from_vector(shared["vector"], guest.shapes), {"buffers": statistics(guest, memory)})
-
-
-def statistics(guest: contract.Model, memory: Tree) -> Tree:
-    """The client's running statistics for the global model."""
-    found: Tree = memory["global_buffers"] if "global_buffers" in memory else guest.fresh_buffers()
-    return found
+    return begin(home, from_vector(shared["vector"], guest.shapes), {"buffers": statistics_of(guest, memory)})
 
 
 def global_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
@@ -209,11 +194,7 @@ class Carry(NamedTuple):
 
 def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
     """Start from the woven parameters; load the teacher."""
-    teacher: dict[str, Any] = {}
-    if "teacher" in memory:
-        guest = guest_of(home)
-        teacher = {"params": from_vector(memory["teacher"], guest.shapes), "buffers": statistics(guest, memory)}
-    return Carry(mh_pfedhn.client_init(home, shared, mine, memory), teacher)
+    return Carry(mh_pfedhn.client_init(home, shared, mine, memory), teacher_in(home, memory))
 
 
 def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:

@@ -17,11 +17,8 @@ Kept by the client: its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
 Reduces to: nothing simpler; with one client it is the training of one reparametrised model.
 Differs from the paper: its Algorithm 1 writes a descent step along +delta; we descend along pseudo_grad = -delta, as
-its code does. Spectral norm is exact, not one power iteration. Mini-batches walk through reshuffled passes; the code
-draws each afresh. ``class_shares`` are each client's own shares, which sum to 1; App. C.6 also normalises over clients,
-which no client can do alone. How a newcomer's embedding is found (start, rate, steps) is ours. A cohort of one with
-``server_step=per_client`` is the paper's; larger cohorts are woven from one loom, each reply making its own step, and
-can diverge: see docs/results.md.
+its code does. A cohort of one with ``server_step=per_client`` is the paper's; larger ones are woven from one loom, each
+reply making its own step, and can diverge. Other decisions: docs/methods/pfedhn.md.
 """
 
 from __future__ import annotations
@@ -36,15 +33,14 @@ from torch import Tensor
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
 from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
-from fedloom.core.errors import ConfigError
-from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
 from fedloom.core.shares import ask_class_shares
 from fedloom.core.training import Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.hypernets.newcomers import embed
 from fedloom.hypernets.outer import begin_outer, outer_steps, rows_now
 from fedloom.hypernets.per_tensor import PerTensorConfig, PerTensorLoom, Shapes
-from fedloom.hypernets.weaving import pull_back, weave
+from fedloom.hypernets.weaving import weave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +55,6 @@ class Config(PerTensorConfig):
     admit_lr: float = option(0.1, "Rate of the steps on a newcomer's embedding.", low=0)
 
 
-MAX_DEFAULT_DIM = 10_000
-"""The paper has at most 500 clients; its rule for the size of an embedding is not meant for millions."""
-
-
 class State(NamedTuple):
     """The loom and one embedding per client of the roster."""
 
@@ -74,7 +66,7 @@ class State(NamedTuple):
 
 def init(setup: Setup[Config]) -> State:
     """Embeddings from N(0, 1); a loom as ``nn.Linear`` initialises it."""
-    return start(setup, loom_of(setup, whole))
+    return start(setup, loom_of(setup))
 
 
 def whole(model: Model) -> Shapes:
@@ -82,18 +74,12 @@ def whole(model: Model) -> Shapes:
     return model.shapes
 
 
-def loom_of(setup: Setup[Any], part: Callable[[Model], Shapes]) -> PerTensorLoom:
+def loom_of(setup: Setup[Any], part: Callable[[Model], Shapes] = whole) -> PerTensorLoom:
     """The loom for a roster; ``part`` says which tensors of a model it weaves."""
     config = setup.config
     targets = {str(spec): part(model) for spec, model in setup.architectures.items()}
-    dim = config.embed_dim or 1 + len(setup.clients) // 4
-    if dim > MAX_DEFAULT_DIM and not config.embed_dim:
-        raise ConfigError(
-            f"The paper's embeddings of {dim:,} numbers are too large for {len(setup.clients):,} clients. "
-            "Give --embed-dim, e.g. 32."
-        )
-    if config.descriptor == "class_shares":
-        dim = setup.models[setup.clients[0]].num_outputs
+    described = config.descriptor == "class_shares"
+    dim = setup.models[setup.clients[0]].num_outputs if described else config.dim(len(setup.clients))
     return PerTensorLoom(dim, targets, config.hidden, config.layers, config.spectral_norm)
 
 
@@ -111,7 +97,7 @@ def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
     """Algorithm 1 for each client of the cohort."""
-    loom = loom_of(setup, whole)
+    loom = loom_of(setup)
     state = describe(setup, state, cohort.clients, ask)
     woven = weave(setup, loom, state.loom, embeddings_of(setup, state, cohort.clients), cohort.clients)
     replies = ask(program(setup.config), {}, woven)
@@ -177,46 +163,15 @@ def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tup
 
 def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
     """Each client's woven model."""
-    return Sent({}, weave(setup, loom_of(setup, whole), state.loom, embeddings_of(setup, state, clients), clients))
+    return Sent({}, weave(setup, loom_of(setup), state.loom, embeddings_of(setup, state, clients), clients))
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Sec. 5.3: freeze the loom and find an embedding for each newcomer."""
+    first = embeddings_of(setup, state, setup.clients).mean(0)
     keeps = any(setup.models[client].fresh_buffers() for client in newcomers.clients)
-    return embed(setup, loom_of(setup, whole), program(setup.config), state, newcomers.clients, ask, keeps=keeps)
-
-
-def embed(
-    setup: Setup[Any],
-    loom: PerTensorLoom,
-    train: Program,
-    state: State,
-    clients: Sequence[ClientId],
-    ask: Ask,
-    *,
-    keeps: bool,
-) -> Sent:
-    """Embeddings by the same rounds as in training, from the participants' mean; or the newcomers' class shares.
-
-    ``keeps``: newcomers keep something of these rounds (a head, running statistics), so that they also take place
-    where the embedding is given.
-    """
-    table = embeddings_of(setup, state, setup.clients).mean(0).repeat(len(clients), 1)
-    row = {client: i for i, client in enumerate(clients)}
-    given = setup.config.descriptor == "class_shares"
-    if given:
-        for members, reply in ask_class_shares(setup, tuple(clients), ask).groups:
-            table[[row[m] for m in members]] = reply["shares"]
-    outer = Optimiser("sgd", setup.config.admit_lr, setup.config.server_momentum)
-    memory = outer.init({"v": table})
-    for _ in range(setup.config.admit_rounds if keeps or not given else 0):
-        replies = ask(train, {}, weave(setup, loom, state.loom, table, clients))
-        if not given:
-            _, grad = pull_back(setup, loom, state.loom, table, clients, replies, through_loom=False)
-            # every newcomer steps on its own change, not on a mean
-            after, memory = outer.update({"v": table}, {"v": grad * len(replies)}, memory)
-            table = after["v"]
-    return Sent({}, weave(setup, loom, state.loom, table, clients))
+    train = program(setup.config)
+    return embed(setup, loom_of(setup), state.loom, first, newcomers.clients, train, ask, keeps=keeps)
 
 
 CITATION = """@inproceedings{shamsian2021pfedhn,

@@ -33,6 +33,7 @@ from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Needs, Program, Sent, Setup
 from fedloom.core.training import Training, begin, delta, gradient, remember, report
 from fedloom.core.trees import ClientId, Tree
+from fedloom.hypernets.newcomers import embed
 from fedloom.hypernets.per_tensor import Shapes
 from fedloom.hypernets.weaving import weave
 
@@ -119,8 +120,9 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
 
 def admit(setup: Setup[Any], state: pfedhn.State, newcomers: Cohort, ask: Ask) -> Sent:
     """As pFedHN; the newcomer's head is trained along with its embedding."""
-    loom = pfedhn.loom_of(setup, body)
-    return pfedhn.embed(setup, loom, program(setup.config), state, newcomers.clients, ask, keeps=True)
+    first = pfedhn.embeddings_of(setup, state, setup.clients).mean(0)
+    loom, train = pfedhn.loom_of(setup, body), program(setup.config)
+    return embed(setup, loom, state.loom, first, newcomers.clients, train, ask, keeps=True)
 
 
 ALGORITHM = replace(

@@ -20,42 +20,22 @@ does not use: option II divides by K eta_l, the length of the way under plain SG
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import (
-    Algorithm,
-    Ask,
-    Batch,
-    Cohort,
-    Home,
-    Model,
-    Needs,
-    Program,
-    Sent,
-    Setup,
-    deploy_shared,
-)
+from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Program, Sent, Setup, deploy_shared, send_to_all
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
-from fedloom.core.training import (
-    LocalConfig,
-    Training,
-    begin,
-    delta,
-    like_report,
-    remember,
-    report,
-    train_step,
-)
-from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
+from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
+from fedloom.core.trees import Params, PerClient, Tree, tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +90,7 @@ def program(config: Config) -> Program:
 
 def expects(shared: Tree, mine: Tree) -> Tree:
     """A change of parameters and of the control variate for every tensor."""
-    return {
-        "delta": shared["params"],
-        "control_delta": shared["params"],
-        **like_report(),
-    }
+    return {"delta": shared["params"], "control_delta": shared["params"], **like_report()}
 
 
 class Carry(NamedTuple):
@@ -143,22 +119,13 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     training, change = carry.training, delta(carry.training)
     way = training.steps.clamp(min=1) * max(home.config.local_lr, 1e-12)
     control = {name: carry.control[name] - shared["control"][name] - change[name] / way for name in change}
-    reply = {
-        "delta": change,
-        "control_delta": tree_map(torch.sub, control, carry.control),
-        **report(home, training),
-    }
+    reply = {"delta": change, "control_delta": tree_map(torch.sub, control, carry.control), **report(home, training)}
     return reply, {**remember(home, training, memory), "control": control}
-
-
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """The same model for everybody."""
-    return Sent({"params": state.params}, PerClient.empty(clients))
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and settles its running statistics."""
-    return settle_statistics(setup, ALGORITHM, personalise(setup, state, newcomers.clients), ask)
+    return settle_statistics(setup, deploy_shared, send_to_all(setup, state, newcomers.clients), ask)
 
 
 CITATION = """@inproceedings{karimireddy2020scaffold,
@@ -167,19 +134,16 @@ CITATION = """@inproceedings{karimireddy2020scaffold,
           Suresh, Ananda Theertha},
   booktitle={ICML}, year={2020}}"""
 
-ALGORITHM = Algorithm(
+ALGORITHM = replace(
+    fedavg.ALGORITHM,
     name="SCAFFOLD",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
     round=round,
-    personalise=personalise,
     first_memory=first_memory,
+    personalise=send_to_all,
     client_deploy=deploy_shared,
     admit=admit,
-    admit_labels=False,
-    carries_prior=False,
-    cohort=5,
-    needs=Needs(same_model=True),
 )

@@ -35,6 +35,8 @@ def comparison(paths: Sequence[Path], progress: str) -> None:
     found = compare(paths)
     for sentence in found.left_out:
         tell(sentence)
+    if found.unlike:
+        tell(found.unlike)
     if progress == JSON:
         json_line({"comparison": [_plain(row) for row in found.rows]})
     elif progress == AUTO:

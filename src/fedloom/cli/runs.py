@@ -13,7 +13,13 @@ from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
 from fedloom.core.errors import ConfigError, RunError, unknown
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-Which = Annotated[str, typer.Option(metavar="best|last|ROUND", help="The checkpoint: best by validation, or a round.")]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        metavar="best|last|ROUND",
+        help="The checkpoint. Without it, the best by validation; for newcomers to IT-PFL-HN, the last.",
+    ),
+]
 Adapt = Annotated[
     str | None, typer.Option(metavar="prior", help="Add each client's label shares to a global model's scores.")
 ]
@@ -45,7 +51,7 @@ def resume(
 
 def evaluate(
     run: RunPath,
-    which: Which = "best",
+    which: Which = None,
     split: Annotated[str, typer.Option(metavar="test|val|train|all", help="Which of the clients' own data.")] = "test",
     unseen: Annotated[bool, typer.Option("--unseen", help="The clients held out of training instead.")] = False,
     mode: Annotated[
@@ -81,6 +87,7 @@ def evaluate(
     loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
     scores: dict[str, Any] = {}
     if unseen:
+        loaded = loaded.for_newcomers
         metrics = _unseen(loaded, split, mode, samples)
     else:
         scores = loaded.evaluate_global(split) if of_global else loaded.evaluate(split)
@@ -106,7 +113,7 @@ def export(
     all: Annotated[bool, typer.Option("--all", help="Every client that took part.")] = False,
     of_global: Annotated[bool, typer.Option("--global", help="The method's global model, if it has one.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/export.")] = None,
-    which: Which = "best",
+    which: Which = None,
     adapt: Adapt = None,
 ) -> None:
     """Write clients' models as safetensors files, each with a Python file that loads it.
@@ -131,7 +138,7 @@ def admit(
         str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/admitted.")] = None,
-    which: Which = "best",
+    which: Which = None,
     adapt: Adapt = None,
 ) -> None:
     """Make a model for a newcomer from its own samples, and write it as export does.
@@ -162,8 +169,8 @@ def compare(
     comparison(runs, JSON if json else AUTO)
 
 
-def _checkpoint(which: str) -> Any:
-    if which in ("best", "last"):
+def _checkpoint(which: str | None) -> Any:
+    if which is None or which in ("best", "last"):
         return which
     if not which.isdecimal():
         raise ConfigError(f"--which is {which!r}; give best, last or the number of a round.")

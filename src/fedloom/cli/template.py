@@ -38,16 +38,7 @@ from fedloom.core.contract import (
     deploy_shared,
 )
 from fedloom.core.random import seed_of
-from fedloom.core.training import (
-    LocalConfig,
-    Training,
-    begin,
-    delta,
-    like_report,
-    remember,
-    report,
-    train_step,
-)
+from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 
 # ---- options: each field is a flag of `fedloom run template`; LocalConfig brings those of local training

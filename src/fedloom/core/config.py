@@ -68,8 +68,12 @@ def fields(config_type: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[str] = ()) -> C:
-    """A config from flags or a YAML file: text is converted to the field's type, unknown keys are refused."""
+    """A config from flags or a YAML file: text is converted to the field's type, unknown keys are refused.
+
+    A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over.
+    """
     kinds = {field.name: kind for field, kind in fields(config_type)}
+    values = {**getattr(config_type, "PRESETS", {}).get(values.get("preset"), {}), **values}
     for name in values:
         if name not in kinds:
             raise unknown("option", name, [*kinds, *also_known])

@@ -279,6 +279,11 @@ def no_memory(model: Model, config: Any, seed: int) -> Tree:
     return {}
 
 
+def send_to_all(setup: Setup[Any], state: Any, clients: Sequence[ClientId]) -> Sent:
+    """The server sends ``state.params`` to everybody."""
+    return Sent({"params": state.params}, PerClient.empty(clients))
+
+
 def deploy_shared(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     """A client deploys the parameters that all clients get."""
     return {"params": shared["params"], "buffers": memory["buffers"]}
@@ -313,6 +318,8 @@ class Algorithm:
     admit: Callable[[Setup[Any], Any, Cohort, Ask], Sent] | None = None
     admit_labels: bool = True
     """Newcomers need labels to be admitted."""
+    newcomers_at: Literal["best", "last"] = "best"
+    """The checkpoint that newcomers are served from; last where later rounds are for them and leave participants be."""
     global_model: Callable[[Setup[Any], Any], tuple[Model, Params]] | None = None
     """A network besides the clients' own, with its parameters; clients keep its statistics as ``global_buffers``."""
     settle: Callable[[Setup[Any], Any, Ask], Any] | None = None

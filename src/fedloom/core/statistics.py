@@ -7,25 +7,31 @@ place is useless; some passes of the model over the newcomer's samples, in train
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent, Setup
+from fedloom.core.contract import Ask, Batch, Batches, Home, Program, Sent, Setup
 from fedloom.core.trees import Params, Tree
 
+Deploy = Callable[[Home, Tree, Tree, Tree], Tree]
 
-def settle_statistics(setup: Setup[Any], algorithm: Algorithm, sent: Sent, ask: Ask) -> Sent:
-    """Have newcomers settle the statistics of the model ``sent`` to them; models without any are left alone."""
+
+def settle_statistics(setup: Setup[Any], deploy: Deploy, sent: Sent, ask: Ask) -> Sent:
+    """Have newcomers settle the statistics of the model ``sent`` to them; models without any are left alone.
+
+    ``deploy`` is the method's ``client_deploy``.
+    """
     if any(setup.models[client].fresh_buffers() for client in sent.mine):
-        ask(_program(algorithm), sent.shared, sent.mine)
+        ask(_program(deploy), sent.shared, sent.mine)
     return sent
 
 
 @cache
-def _program(algorithm: Algorithm) -> Program:
-    return Program("statistics", partial(_init, algorithm), _step, _final, Batches("train", 64, epochs=10), _expects)
+def _program(deploy: Deploy) -> Program:
+    return Program("statistics", partial(_init, deploy), _step, _final, Batches("train", 64, epochs=10), _expects)
 
 
 class _Carry(NamedTuple):
@@ -33,8 +39,8 @@ class _Carry(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def _init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> _Carry:
-    deployed = algorithm.client_deploy(home, shared, mine, memory)
+def _init(deploy: Deploy, home: Home, shared: Tree, mine: Tree, memory: Tree) -> _Carry:
+    deployed = deploy(home, shared, mine, memory)
     return _Carry(deployed["params"], deployed["buffers"])
 
 

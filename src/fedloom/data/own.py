@@ -11,7 +11,8 @@ Images of bytes (uint8, 4 axes) are scaled to [0, 1]; any other numbers are take
 them first.
 
 Whole numbers in y are classes and must be all of 0 to C - 1; floating-point numbers in y are targets of a
-regression.
+regression. Those that are all whole, with many samples of each, could be either and are refused without a task; targets
+of shape (samples, 1) cannot be taken for classes.
 """
 
 import zipfile
@@ -46,6 +47,7 @@ def from_arrays(
     features, targets = _array(what, "x", x), _array(what, "y", y)
     if task is None:
         task = "regression" if targets.dtype.kind == "f" else "classification"
+        _check_plain(what, targets)
     elif task not in get_args(Task):
         raise unknown("task", task, get_args(Task))
     labels, num_classes = _labels(what, targets) if task == "classification" else (_float32(what, "y", targets), 0)
@@ -138,6 +140,18 @@ def _float32(what: str, key: str, values: np.ndarray) -> np.ndarray:
         raise DataError(f"{what} has {key} of type {values.dtype}; expected numbers: encode text as numbers first.")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, which is refused as such
         return values.astype(np.float32, order="C")
+
+
+def _check_plain(what: str, y: np.ndarray) -> None:
+    """Refuse floating-point numbers that look like classes: as targets of a regression they would pass in silence."""
+    if y.dtype.kind != "f" or y.ndim != 1 or not np.array_equal(y, np.round(y)):
+        return
+    values = np.unique(y)
+    if np.isfinite(values).all() and 2 <= len(values) <= len(y) // 2:
+        raise DataError(
+            f"{what} has y of type {y.dtype} with {len(values)} different values, all whole numbers; give classes as "
+            "y.astype(int), or targets of a regression as y[:, None]."
+        )
 
 
 def _labels(what: str, y: np.ndarray) -> tuple[np.ndarray, int]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displ
 
 def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
     """Give the newcomers that are connected their models, and change nothing else."""
-    which: Any = "last" if directory.best_round() is None else "best"
+    which: Any = "last" if directory.best_round() is None else algorithms.get(settings.method).newcomers_at
     deployment = reopened(grid, settings, directory, which)
     end = time.monotonic() + settings.deploy.wait
     deployment.look()
@@ -225,13 +226,13 @@ class Deployment(Trainer):
         algorithm = algorithm_of(method, options)
         self.known = Known.of(settings)
         federation = self.known.federation(self.roster)
-        clients, self._cohort = len(federation.participants), options.cohort or algorithm.cohort
+        clients, self._asked = len(federation.participants), partial(options.cohort_of, papers=algorithm.cohort)
         options = replace(
             options,
             dataset="clients",
             partition="clients",
             clients=clients,
-            cohort=min(self._cohort, clients),
+            cohort=self._asked(clients),
             engine=Flower.name,
             device=str(self.known.device),
             threads=torch.get_num_threads(),
@@ -397,7 +398,7 @@ class Deployment(Trainer):
         self.engine.enlist(self.federation)
         self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
         clients = len(self.setup.clients)
-        self.options = replace(self.options, clients=clients, cohort=min(self._cohort, clients))
+        self.options = replace(self.options, clients=clients, cohort=self._asked(clients))
 
     def deliver(self) -> None:
         """Everybody who is connected gets what it is to use."""

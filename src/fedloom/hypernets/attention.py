@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.config import option
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
+from fedloom.core.training import LocalConfig
 from fedloom.core.trees import Params
 
 
@@ -33,6 +37,37 @@ def first_embeddings(kind: str, clients: int, dim: int, seed: int) -> Tensor:
     if kind == "random":
         return torch.as_tensor(stream(seed, "embeddings").standard_normal((clients, dim)))
     return torch.eye(clients) if kind == "one_hot" else torch.ones(clients, dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(LocalConfig):
+    """The options of a method with this loom: its embeddings, its size, and how it starts."""
+
+    embed_dim: int = option(128, "Size of an embedding and of the attention (sec. 4.1).", low=1)
+    embed_init: Literal["ones", "random", "one_hot"] = option(
+        "ones", "Embeddings start at 1, at N(0, 1), or are one-hot and fixed (sec. 5.1)."
+    )
+    attention_layers: int = option(1, "Layers of attention (sec. 5.2 tries 1 to 3).", low=1)
+    attention_heads: int = option(4, "Heads of the attention (not given in the paper).", low=1)
+    score_floor: float = option(0.01, "What is added to every score, lambda (not given in the paper).", above=0)
+    start: Literal["paper", "alive"] = option(
+        "paper", "Initial loom: torch's defaults, or one whose heads stay on; best with --embed-init random."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.embed_dim % self.attention_heads:
+            raise ConfigError(
+                f"--embed-dim is {self.embed_dim} and --attention-heads {self.attention_heads}; the first must be a "
+                "multiple of the second. Change one of them."
+            )
+
+    def loom(self, clients: int, names: Iterable[str]) -> AttentionLoom:
+        """The loom for so many clients with a model of these parameters."""
+        dim = clients if self.embed_init == "one_hot" else self.embed_dim
+        return AttentionLoom(
+            dim, layers_of(names), self.embed_dim, self.attention_heads, self.attention_layers, self.score_floor
+        )
 
 
 @dataclass(frozen=True)

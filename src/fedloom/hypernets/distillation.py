@@ -1,14 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning from another model's answers."""
+"""Learning from another model's answers: a guest on the client, with running statistics of the client's own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.contract import Home, Model
 from fedloom.core.task import Task
+from fedloom.core.trees import Tree
+from fedloom.core.vectors import from_vector
+
+
+def guest_of(home: Home) -> Model:
+    """The network that the program brought."""
+    assert home.guest is not None
+    return home.guest
+
+
+def statistics_of(guest: Model, memory: Tree) -> Tree:
+    """The client's running statistics for the guest."""
+    found: Tree = memory["global_buffers"] if "global_buffers" in memory else guest.fresh_buffers()
+    return found
+
+
+def teacher_in(home: Home, memory: Tree) -> dict[str, Any]:
+    """The guest with the parameters that the client has kept as ``teacher``; nothing if it has none."""
+    if "teacher" not in memory:
+        return {}
+    guest = guest_of(home)
+    return {"params": from_vector(memory["teacher"], guest.shapes), "buffers": statistics_of(guest, memory)}
 
 
 def distilled(task: Task, answers: Tensor, weight: float, temperature: float) -> Task:

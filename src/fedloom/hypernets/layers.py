@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a model named in an option: which a client keeps, which it cannot train.
 
-``conv1+head`` names the layer ``conv1`` and the output layer, ``*bn*`` all parameters with bn in their names, and
-``none`` nothing. An option gives several such ways, of which each client has one.
+``conv1+head`` names the layer ``conv1`` and the output layer, ``body`` all but the output layer, ``*bn*`` all
+parameters with bn in their names, ``none`` nothing. An option gives several such ways, of which each client has one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import flag
-from fedloom.core.contract import Model
+from fedloom.core.contract import Model, Setup
 from fedloom.core.errors import ConfigError
-from fedloom.core.trees import Params
+from fedloom.core.trees import ClientId, Params
 from fedloom.core.vectors import from_vector
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -28,8 +28,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def selected(model: Model, *ways: str) -> set[str]:
     """The parameters that any of ``ways`` names."""
     layers = [layer for way in ways for layer in way.split("+")]
-    found = set(model.head) if "head" in layers else set()
-    return found | {
+    parts = {"head": set(model.head), "body": set(model.shapes) - model.head}
+    return {name for part, names in parts.items() if part in layers for name in names} | {
         name for name in model.shapes for layer in layers if name.startswith(f"{layer}.") or fnmatchcase(name, layer)
     }
 
@@ -55,7 +55,7 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
         if not any(selected(model, layer) for model in models):
             known = sorted({name.rpartition(".")[0] or name for model in models for name in model.shapes})
             raise ConfigError(
-                f"{flag(option)} names {layer!r}, which no model has. Choose from head, none, {', '.join(known)}."
+                f"{flag(option)} names {layer!r}, which no model has. Choose from head, body, none, {', '.join(known)}."
             )
     for model in models if told_by_size else ():
         left = rest(model, ways)
@@ -67,6 +67,15 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
                     f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
                     "which a client tells what is its own. Name other layers."
                 )
+
+
+def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, int]:
+    """K_i, all that a client tells of its model. It does not count what it keeps."""
+    ways, models = setup.config.keep_local, setup.models
+    if not ways:
+        return {client: models[client].size for client in clients}
+    turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
+    return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
 def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str], seed: int) -> dict[str, Any]:

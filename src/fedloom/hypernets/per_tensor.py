@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.core.config import option
+from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
 from fedloom.core.training import LocalConfig
 from fedloom.core.trees import Params
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+MAX_DEFAULT_DIM = 10_000
+"""The paper has at most 500 clients; its rule for the size of an embedding is not meant for millions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,16 @@ class PerTensorConfig(LocalConfig):
     server_step: Literal["per_client", "cohort_mean"] = option(
         "per_client", "One outer step per reply (the paper), or one on the mean, which wants a higher rate."
     )
+
+    def dim(self, clients: int) -> int:
+        """The size of an embedding: as given, or by the paper's rule."""
+        size = self.embed_dim or 1 + clients // 4
+        if size > MAX_DEFAULT_DIM and not self.embed_dim:
+            raise ConfigError(
+                f"The paper's embeddings of {size:,} numbers are too large for {clients:,} clients. "
+                "Give --embed-dim, e.g. 32."
+            )
+        return size
 
     def outer(self) -> Optimiser:
         """The optimiser of loom and embeddings."""

@@ -55,8 +55,8 @@ def evaluate_handed_on(
     if mode == "ensemble":
         return tried(ensemble(setup, models, newcomers), replace(algorithm, predict=ensemble_predict))
     if mode == "nearest":
-        return tried(settle_statistics(setup, algorithm, nearest(setup, models, newcomers, ask), ask))
-    each = [tried(settle_statistics(setup, algorithm, sent, ask)) for sent in sampled(setup, models, newcomers)]
+        return tried(settle_statistics(setup, deploy_mine, nearest(setup, models, newcomers, ask), ask))
+    each = [tried(settle_statistics(setup, deploy_mine, sent, ask)) for sent in sampled(setup, models, newcomers)]
     return {client: _mean([scores[client] for scores in each if client in scores]) for client in newcomers}
 
 

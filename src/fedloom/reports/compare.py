@@ -21,6 +21,13 @@ NOT_COMPARED = ("method", "adapt", "seed", "data_root", "keep", "tracker")
 """What a config holds that makes no other experiment; the method and its adaptation are compared apart."""
 
 
+FEDERATION = (
+    "dataset", "partition", "clients", "unseen", "unseen_partition", "unseen_shift", "unseen_shift_strength",
+    "val_share", "test_share", "task",
+)  # fmt: skip
+"""What a config says of the data: numbers of runs that differ in it tell nothing of their methods."""
+
+
 class Spread(NamedTuple):
     """Mean and standard deviation over seeds; the latter is None for one seed."""
 
@@ -55,6 +62,8 @@ class Comparison:
 
     rows: tuple[Row, ...]
     left_out: tuple[str, ...]
+    unlike: str = ""
+    """A sentence where the rows are not of one federation; else nothing."""
 
 
 class _Finished(NamedTuple):
@@ -88,7 +97,19 @@ def compare(paths: Iterable[Path | str]) -> Comparison:
     for one in finished:
         groups.setdefault(repr((_method(one), sorted(_compared(one).items()))), []).append(one)
     differing = _differing([_compared(group[0]) for group in groups.values()])
-    return Comparison(tuple(_row(group, differing) for group in groups.values()), tuple(left_out))
+    rows = tuple(_row(group, differing) for group in groups.values())
+    return Comparison(rows, tuple(left_out), _unlike([group[0] for group in groups.values()], differing))
+
+
+def _unlike(runs: Sequence[_Finished], differing: set[str]) -> str:
+    parts = []
+    for name in FEDERATION:
+        if name in differing:
+            seen = dict.fromkeys(str(run.config[name]) for run in runs if name in run.config)
+            parts.append(f"{name} ({', '.join(seen)})")
+    if not parts:
+        return ""
+    return f"These runs are not of one federation: they differ in {' and '.join(parts)}. Compare rows that agree in it."
 
 
 def _method(run: _Finished) -> str:

@@ -35,7 +35,9 @@ class RunOptions:
     adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
     adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
     rounds: int = option(100, "Rounds of training.", low=0)
-    cohort: int = option(0, "Clients asked in a round; 0: as many as the method's paper does.", low=0)
+    cohort: float = option(
+        0, "Clients asked in a round: a count, or a share of those that take part; 0: as many as in the paper.", low=0
+    )
     engine: str = option(
         "auto",
         "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, or flower-sim: on "
@@ -65,7 +67,14 @@ class RunOptions:
         check(self)
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
+        if self.cohort > 1 and self.cohort % 1:
+            raise ConfigError(f"--cohort is {self.cohort:g}; give a whole number of clients, or a share below 1.")
         if self.clients is not None and self.cohort > self.clients:
             raise ConfigError(
-                f"--cohort is {self.cohort}, but there are {self.clients} clients; ask at most as many as there are."
+                f"--cohort is {self.cohort:g}, but there are {self.clients} clients; ask at most as many as there are."
             )
+
+    def cohort_of(self, clients: int, papers: int) -> int:
+        """The number of clients asked in a round of a federation with so many; ``papers`` where it is left open."""
+        wanted = self.cohort or papers
+        return min(int(wanted) if wanted >= 1 else max(1, round(wanted * clients)), clients)

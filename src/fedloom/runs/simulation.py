@@ -82,7 +82,7 @@ class Simulation(Trainer):
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
         participants = federation.participants
-        cohort = min(options.cohort or algorithm.cohort, len(participants))
+        cohort = options.cohort_of(len(participants), algorithm.cohort)
         workers = options.workers or cores()
         name, reason = choose(options.engine, federation.device, federation.models.values(), cohort, workers)
         options = replace(

@@ -94,7 +94,7 @@ class Trainer:
         number = self.round + 1
         draw = stream(self.options.seed, number, "cohort")
         present = self.present
-        rows = np.sort(draw.choice(len(present), min(self.options.cohort, len(present)), replace=False))
+        rows = np.sort(draw.choice(len(present), min(int(self.options.cohort), len(present)), replace=False))
         cohort = Cohort(number, tuple(present[row] for row in rows))
         self.engine.begin(number)
         self.engine.rounds_left = self.options.rounds - self.round

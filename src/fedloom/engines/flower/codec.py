@@ -126,6 +126,8 @@ def _argument(value: Any, known: Mapping[int, str]) -> Any:
         return {"algorithm": known[id(value)]}
     if isinstance(value, Privacy):
         return {"privacy": True}
+    if isinstance(value, FunctionType):
+        return {"function": _name_of(value, known)}
     return value
 
 
@@ -138,6 +140,7 @@ def _function(told: list[Any], known: Mapping[str, Algorithm], privacy: Privacy)
         raise Malformed(f"sent a program with {module}:{name}, which is no function there")
     values = [
         known[value["algorithm"]] if isinstance(value, dict) and "algorithm" in value
+        else _function(value["function"], known, privacy) if isinstance(value, dict) and "function" in value
         else privacy if isinstance(value, dict)
         else value
         for value in arguments
