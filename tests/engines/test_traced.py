@@ -39,7 +39,7 @@ def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixe
 def operations(traces: Traces) -> list[str]:
     """What the traced steps consist of."""
     (run,) = traces._traced.values()
-    return [str(node.target) for node in run.__self__.graph.nodes if node.op == "call_function"]
+    return [node.target.__name__ for node in run.__self__.graph.nodes if node.op == "call_function"]
 
 
 def test_a_kind_is_traced_when_it_has_been_called_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_what_a_step_need_not_do_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     traces, x = Traces(), torch.rand(2, 3)
     found = steps_of(traces, step, torch.zeros(2, 3), x, 2 * x)
     assert torch.equal(found, torch.zeros(2, 3) + 2 * (x.exp() * 3) + 2 * ((2 * x).exp() * 3))
-    assert operations(traces) == ["aten.exp.default", "aten.mul.Tensor", "aten.add.Tensor", "aten.add.out"]
+    assert operations(traces) == ["exp", "mul", "add", "add"]
 
 
 def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeyp
 
     traces = Traces()
     found = steps_of(traces, step, carry, one, one)
-    assert operations(traces) == ["aten.add.out"]
+    assert operations(traces) == ["add"]
     assert torch.equal(found["now"], 3 * one) and torch.equal(found["start"], one) and torch.equal(one, torch.ones(3))
 
 

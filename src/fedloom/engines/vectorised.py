@@ -97,13 +97,15 @@ class Vectorised(AbstractEngine):
         epochs = torch.from_numpy(plan.epochs).to(device)
         numbers = torch.arange(len(rows), device=device)[:, None].expand_as(epochs)
         keys = fold(facts[1], numbers)
+        y = _gather(self.federation.y, rows)
+        widths = plan.sizes.max(1, initial=0).tolist()
 
         def batches(start: int, stop: int, active: int) -> Iterator[Batch]:
             for t in range(start, stop):
-                width = int(plan.sizes[t, :active].max())
-                index = rows[t, :active, :width]
-                x, y = _gather(self.federation.x, index), _gather(self.federation.y, index)
-                yield Batch(x, y, real[t, :active, :width], numbers[t, :active], epochs[t, :active], keys[t, :active])
+                own = [whole[t, :active] for whole in (rows, y, real, numbers, epochs, keys)]
+                if widths[t] < rows.shape[2]:
+                    own[:3] = [whole[:, : widths[t]] for whole in own[:3]]
+                yield Batch(_gather(self.federation.x, own[0]), *own[1:])
 
         done: list[Any] = []
         start, working = 0, len(facts[0])
