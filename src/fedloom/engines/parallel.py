@@ -27,6 +27,9 @@ from fedloom.engines.traced import Traces
 from fedloom.engines.vectorised import Facts, Vectorised
 from fedloom.engines.workers import Lost, Workers, cores, possible
 
+EVEN = 4
+"""A group of more parts than this has a multiple of it, so that two and four cores come to an end together."""
+
 PROGRAMS = 8
 """Programs that workers are kept for; one more, and they are forked anew."""
 
@@ -61,6 +64,8 @@ class AbstractParallel(AbstractEngine):
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
         number = -(-len(clients) // self.part)
+        if number > EVEN:
+            number = min(-(-number // EVEN) * EVEN, len(clients))
         cuts = [len(clients) * i // number for i in range(number + 1)]
         parts = [clients[start:stop] for start, stop in pairwise(cuts)]
         workers = self._ready(program) if len(parts) > 1 else None
