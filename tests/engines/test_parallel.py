@@ -58,6 +58,19 @@ def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, 
         assert all(torch.equal(value, other[path]) for path, value in states[0].items())
 
 
+@pytest.mark.parametrize(
+    "clients, sizes",
+    [(5, [2, 3]), (32, [8] * 4), (33, [4, 4, 4, 4, 4, 4, 4, 5]), (100, [6, 6, 6, 7] * 4)],
+)
+def test_a_group_of_many_parts_has_a_multiple_of_four(clients: int, sizes: list[int], monkeypatch) -> None:
+    monkeypatch.setattr(ParallelVectorised, "part", 8 if clients > 5 else 4)
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    run, found = ParallelVectorised.run_part, []
+    monkeypatch.setattr(ParallelVectorised, "run_part", lambda s, p, c, *a: found.append(len(c)) or run(s, p, c, *a))
+    play(FEDAVG, small_federation(sizes=(2,) * clients), "parallel_vectorised", rounds=1)
+    assert found == sizes
+
+
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParallelVectorised, "part", 2)

@@ -32,37 +32,91 @@ def test_traced_steps_give_the_same_bits(method: str, model: str, monkeypatch: p
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
 
+def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixed: Any = ()) -> Any:
+    return traces.steps("kind", step, fixed, carry, [(batch,) for batch in batches])
+
+
+def operations(traces: Traces) -> list[str]:
+    """What the traced steps consist of."""
+    (run,) = traces._traced.values()
+    return [node.target.__name__ for node in run.__self__.graph.nodes if node.op == "call_function"]
+
+
 def test_a_kind_is_traced_when_it_has_been_called_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 2)
     calls = []
 
-    def twice(tree: Any, y: torch.Tensor) -> Any:
+    def sums(fixed: torch.Tensor, carry: Any, batch: tuple[torch.Tensor]) -> Any:
         calls.append(1)
-        return {"sum": tree["x"].expand(3) + y, "x": tree["x"]}
+        return {"sum": carry["sum"] + batch[0].expand(3) * fixed, "x": carry["x"]}
 
     traces, x = Traces(), torch.arange(3.0)
-    for number in range(6):
-        found = traces.call("twice", twice, {"x": x + number}, x)
-        assert torch.equal(found["sum"], 2 * x + number) and torch.equal(found["x"], x + number)
+    start = {"sum": torch.zeros(3), "x": x}
+    found = steps_of(traces, sums, start, *(x + number for number in range(6)), fixed=torch.tensor(2.0))
+    assert torch.equal(found["sum"], 12 * x + 30) and torch.equal(found["x"], x)
     assert len(calls) == 3  # twice as it is, once to trace it
     other = torch.arange(6.0).reshape(3, 2)[:, 0]
-    assert torch.equal(traces.call("twice", twice, {"x": other}, x)["sum"], other + x)
+    assert torch.equal(steps_of(traces, sums, start, other, fixed=torch.tensor(1.0))["sum"], other)
     assert len(calls) == 4  # other strides are another kind
 
 
-def test_an_argument_given_twice_is_two_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_need_not_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 0)
-    traces, one, two = Traces(), torch.ones(3), torch.full((3,), 2.0)
-    for a, b in ((one, one), (one, two), (two, one)):
-        first, second = traces.call("f", lambda a, b: (a + 1, b * 10), a, b)
-        assert torch.equal(first, a + 1) and torch.equal(second, b * 10)
+
+    def step(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        (x,) = batch
+        ones = torch.ones_like(x) * 3
+        return carry + (x.t().t().exp() * ones + x.exp().t().t() * ones).mul(1)
+
+    traces, x = Traces(), torch.rand(2, 3)
+    found = steps_of(traces, step, torch.zeros(2, 3), x, 2 * x)
+    assert torch.equal(found, torch.zeros(2, 3) + 2 * (x.exp() * 3) + 2 * ((2 * x).exp() * 3))
+    assert operations(traces) == ["exp", "mul", "add", "add"]
+
+
+def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+    one = torch.ones(3)
+    carry = {"now": one, "start": one}  # the same tensor twice, as training begins
+
+    def step(_: Any, carry: Any, batch: tuple[torch.Tensor]) -> Any:
+        return {"now": carry["now"] + batch[0], "start": carry["start"]}
+
+    traces = Traces()
+    found = steps_of(traces, step, carry, one, one)
+    assert operations(traces) == ["add"]
+    assert torch.equal(found["now"], 3 * one) and torch.equal(found["start"], one) and torch.equal(one, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(lambda c, x: (c[0] + x, c[0]), id="the value before is kept"),
+        pytest.param(lambda c, x: (c[1], c[0] + x), id="places are swapped"),
+        pytest.param(lambda c, x: (c[0] + x, c[0] + x), id="two are one"),
+        pytest.param(lambda c, x: ((after := c[0] + x), after.flip(0)[:].view(3)), id="one shows the other"),
+        pytest.param(lambda c, x: (c[0] + x, (c[0] + x) * c[0]), id="it is read after its sum"),
+        pytest.param(lambda c, x: (c[0] + c[0].flip(0), c[1] + c[1].view(3)), id="a sum with itself"),
+        pytest.param(lambda c, x: (torch.zeros(3), c[1] + torch.ones(3)), id="a constant"),
+    ],
+)
+def test_in_place_or_not_steps_give_the_same(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, batches = (torch.arange(3.0), torch.ones(3)), [torch.rand(3) for _ in range(4)]
+    found = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_AFTER", after)
+        traces = Traces()
+        found.append(steps_of(traces, lambda _, carry, batch: step(carry, batch[0]), start, *batches))
+        assert after or None not in traces._traced.values()
+    assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
 def test_what_cannot_be_traced_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 0)
 
-    def reads_a_value(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if float(x.sum()) > 0 else x
+    def reads_a_value(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return carry + batch[0] * 2 if float(batch[0].sum()) > 0 else carry
 
-    traces = Traces()
-    assert [float(traces.call("f", reads_a_value, torch.tensor([v]))) for v in (1.0, -1.0)] == [2.0, -1.0]
+    traces, one = Traces(), torch.ones(1)
+    assert float(steps_of(traces, reads_a_value, torch.zeros(1), one, -one, one)) == 4.0
+    assert list(traces._traced.values()) == [None]

@@ -55,6 +55,18 @@ def test_trees_go_there_and_back_and_processes_have_one_thread() -> None:
     assert children() == before and crew.closed
 
 
+def test_the_next_job_is_given_before_a_result_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Workers(1, work)
+    events: list[Any] = []
+    begin, read = workers._Worker.begin, workers._Region.read
+    monkeypatch.setattr(workers._Worker, "begin", lambda s, job, p: events.append(job) or begin(s, job, p))
+    monkeypatch.setattr(workers._Region, "read", lambda s, places: events.append("read") or read(s, places))
+    trees = [tree for _, (_, tree) in crew.run(range(4), lambda job: (job, {"x": torch.full((3,), float(job))}))]
+    assert events == [0, 1, "read", 2, "read", 3, "read", "read"]
+    assert [tree["twice"].tolist() for tree in trees] == [[2.0 * job] * 3 for job in range(4)]
+    crew.close()
+
+
 def test_a_larger_tree_makes_room_for_itself() -> None:
     crew = Workers(1, work)
     for size in (10, 100_000, 1000):

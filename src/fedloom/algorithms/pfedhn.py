@@ -92,7 +92,7 @@ def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
     if not told:
         table = torch.full_like(table, 1 / loom.embed_dim)  # until a client has told its shares
     described = torch.full((len(table),), told, device=setup.device)
-    return State(phi, table, described, begin_outer(setup.config.outer(), phi, table))
+    return State(phi, table, described, begin_outer(setup.config.outer(), phi, table, learned=told))
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:

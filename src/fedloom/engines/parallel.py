@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,8 +24,11 @@ from fedloom.engines.capture import Step
 from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.traced import Traces
-from fedloom.engines.vectorised import Vectorised
+from fedloom.engines.vectorised import Facts, Vectorised
 from fedloom.engines.workers import Lost, Workers, cores, possible
+
+EVEN = 4
+"""A group of more parts than this has a multiple of it, so that two and four cores come to an end together."""
 
 PROGRAMS = 8
 """Programs that workers are kept for; one more, and they are forked anew."""
@@ -61,6 +64,8 @@ class AbstractParallel(AbstractEngine):
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
         number = -(-len(clients) // self.part)
+        if number > EVEN:
+            number = min(-(-number // EVEN) * EVEN, len(clients))
         cuts = [len(clients) * i // number for i in range(number + 1)]
         parts = [clients[start:stop] for start, stop in pairwise(cuts)]
         workers = self._ready(program) if len(parts) > 1 else None
@@ -164,9 +169,13 @@ class ParallelVectorised(AbstractParallel, Vectorised):
         self._step_of = (program, self.federation.roster[clients[0]].model.spec)
         return Vectorised.run_group(self, program, clients, shared, mine)
 
-    def batched(self, step: Step, shared: Tree) -> Callable[[Any, Any, Batch], Any]:
+    def batched(self, step: Step, shared: Tree, facts: Facts, carry: Any, batches: Iterable[Batch]) -> Any:
         """As ``Vectorised.batched``, traced when there is enough of it."""
-        return partial(self._traces.call, self._step_of, vmap(step, in_dims=(None, 0, 0, 0)), shared)
+
+        def stepped(fixed: tuple[Tree, Facts], carry: Any, batch: Batch) -> Any:
+            return vmap(partial(step, fixed[0]))(fixed[1], carry, Batch(*batch))
+
+        return self._traces.steps(self._step_of, stepped, (shared, facts), carry, batches)
 
 
 def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:

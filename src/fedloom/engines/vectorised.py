@@ -7,8 +7,9 @@ clients still at work cost and none is masked away. Batches that are not full ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,34 +82,40 @@ class Vectorised(AbstractEngine):
                 return after
         return self._steps(plan, step, shared, facts, carry)
 
-    def batched(self, step: Step, shared: Tree) -> Callable[[Facts, Any, Batch], Any]:
-        """A step for the clients of a group at once."""
-        return vmap(partial(step, shared))
+    def batched(self, step: Step, shared: Tree, facts: Facts, carry: Any, batches: Iterable[Batch]) -> Any:
+        """The steps of clients that all have these batches: the carry at the end."""
+        stepped = vmap(partial(step, shared))
+        for batch in batches:
+            carry = stepped(facts, carry, batch)
+        return carry
 
     def _steps(self, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any) -> Any:
         """Step by step; the carries of clients that are done are set aside."""
         device = self.federation.device
         rows, sizes = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.sizes).to(device)
+        real = torch.arange(rows.shape[2], device=device) < sizes[:, :, None]
         epochs = torch.from_numpy(plan.epochs).to(device)
-        stepped = self.batched(step, shared)
+        numbers = torch.arange(len(rows), device=device)[:, None].expand_as(epochs)
+        keys = fold(facts[1], numbers)
+        y = _gather(self.federation.y, rows)
+        widths = plan.sizes.max(1, initial=0).tolist()
+
+        def batches(start: int, stop: int, active: int) -> Iterator[Batch]:
+            for t in range(start, stop):
+                own = [whole[t, :active] for whole in (rows, y, real, numbers, epochs, keys)]
+                if widths[t] < rows.shape[2]:
+                    own[:3] = [whole[:, : widths[t]] for whole in own[:3]]
+                yield Batch(_gather(self.federation.x, own[0]), *own[1:])
+
         done: list[Any] = []
-        working = len(facts[0])
-        for t, active in enumerate(plan.active.tolist()):
+        start, working = 0, len(facts[0])
+        for active, steps in groupby(plan.active.tolist()):
             if active < working:
                 done.append(_rows(carry, active, working))
                 carry, facts, working = _rows(carry, 0, active), _rows(facts, 0, active), active
-            width = int(plan.sizes[t, :active].max())
-            index = rows[t, :active, :width]
-            number = torch.full((active,), t, device=device)
-            batch = Batch(
-                _gather(self.federation.x, index),
-                _gather(self.federation.y, index),
-                torch.arange(width, device=device) < sizes[t, :active, None],
-                number,
-                epochs[t, :active],
-                fold(facts[1], number),
-            )
-            carry = stepped(facts, carry, batch)
+            stop = start + len(list(steps))
+            carry = self.batched(step, shared, facts, carry, batches(start, stop, active))
+            start = stop
         done.append(carry)
         return pytree.tree_map(lambda *parts: torch.cat(parts), *reversed(done)) if len(done) > 1 else carry
 

@@ -19,6 +19,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import cycle
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -93,6 +95,11 @@ class Workers:
                         if isinstance(result, Lost):
                             self._crew.remove(worker)
                             self._crew.append(self._fork())
+                        else:
+                            if waiting:  # before this result is read, so that nobody is idle meanwhile
+                                worker.begin(waiting.popleft(), prepare)
+                            note, read = result
+                            result = note, read()
                         yield job, result
         except BaseException:
             self.close()
@@ -109,7 +116,7 @@ class Workers:
 
     def _fork(self) -> _Worker:
         here, there = Pipe()
-        inbox, outbox = _Region(), _Region()
+        inbox, outboxes = _Region(), (_Region(), _Region())
         with warnings.catch_warnings():
             # of threads in this process, which a worker does without: it runs torch with one thread and prints nothing
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -118,9 +125,9 @@ class Workers:
             for other in self._crew:
                 other.connection.close()
             here.close()
-            _serve(there, inbox, outbox, self._work)
+            _serve(there, inbox, outboxes, self._work)
         there.close()
-        worker = _Worker(process, here, inbox, outbox)
+        worker = _Worker(process, here, inbox, outboxes)
         try:
             worker.greet()
         except BaseException:
@@ -132,8 +139,9 @@ class Workers:
 class _Worker:
     """A worker, seen by its parent."""
 
-    def __init__(self, process: int, connection: Connection, inbox: _Region, outbox: _Region) -> None:
-        self.process, self.connection, self.inbox, self.outbox = process, connection, inbox, outbox
+    def __init__(self, process: int, connection: Connection, inbox: _Region, outboxes: Sequence[_Region]) -> None:
+        self.process, self.connection, self.inbox = process, connection, inbox
+        self._outboxes = cycle(outboxes)
         self.job: Any = None
         self._used, self._still = -1, 0
 
@@ -153,7 +161,7 @@ class _Worker:
             self.connection.send((note, self.inbox.write(tree)))
 
     def end(self) -> tuple[Any, Any]:
-        """The job and its result; a worker that is ``Lost`` is no more."""
+        """The job and its result, a note and how to read the tree; a worker that is ``Lost`` is no more."""
         job, self.job = self.job, None
         if self._still >= STILL_SECONDS:
             self.dismiss()
@@ -163,7 +171,7 @@ class _Worker:
         except (EOFError, OSError):
             status = self.dismiss(kill=False)
             return job, Lost(f"its process was ended by signal {-status}" if status < 0 else "its process ended")
-        return job, (note, self.outbox.read(places))
+        return job, (note, partial(next(self._outboxes).read, places))
 
     def stuck(self) -> bool:
         """Whether it has stood still. Counted in calls, one a second: clocks also run while everything is suspended."""
@@ -198,8 +206,11 @@ def _cpu_time(process: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _serve(connection: Connection, inbox: _Region, outbox: _Region, work: Work) -> NoReturn:
-    """A worker's life; it ends with its parent's end of the connection, and never returns into its parent's code."""
+def _serve(connection: Connection, inbox: _Region, outboxes: Sequence[_Region], work: Work) -> NoReturn:
+    """A worker's life; it ends with its parent's end of the connection, and never returns into its parent's code.
+
+    Results go into two outboxes by turns: one is read while the next result is made.
+    """
     status = 1
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -208,7 +219,7 @@ def _serve(connection: Connection, inbox: _Region, outbox: _Region, work: Work) 
         gc.freeze()  # what the parent made is not ours to collect, and looking at it would copy its pages
         torch.set_num_threads(1)
         connection.send(_ailment())
-        while True:
+        for outbox in cycle(outboxes):
             note, places = connection.recv()
             note, tree = work(note, inbox.read(places))
             connection.send((note, outbox.write(tree)))

@@ -3,7 +3,10 @@
 
 The paper's optimiser is dense: momentum and weight decay move every row in every step. Here a row that no reply
 touches waits, and takes all the steps it missed at once (``Optimiser.coast``) when it is next read: the same values,
-up to rounding. The table is copied once a round; ``seen`` says up to which step each row has come.
+up to rounding. ``seen`` says up to which step each row has come.
+
+A state is a value, so a table that is stepped on is copied. A large one on a CPU is not copied in every round: rows
+that were stepped on are kept beside it (``recent``), and go into a copy of it when there is no room for more.
 """
 
 from __future__ import annotations
@@ -20,20 +23,70 @@ from fedloom.core.recording import to_device
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.hypernets.weaving import Loom, pull_back
 
+LARGE = 1 << 22
+"""Numbers in a table from which a copy of it is felt in the time of a round."""
 
-def begin_outer(outer: Optimiser, phi: Params, table: Tensor) -> Tree:
+
+def begin_outer(outer: Optimiser, phi: Params, table: Tensor, *, learned: bool = True) -> Tree:
     """The state of the outer optimiser before the first step."""
     counts = {"steps": table.new_zeros((), dtype=torch.int64), "seen": table.new_zeros(len(table), dtype=torch.int64)}
-    return {**outer.init({**phi, "embeddings": table}), **counts}
+    memory = {**outer.init({**phi, "embeddings": table}), **counts}
+    if learned and table.device.type == "cpu" and table.numel() >= LARGE:
+        none = torch.empty(0, dtype=torch.int64)
+        memory["recent"] = _recent(none, _read(table, memory, none), 1 + len(table) // 64, len(table))
+    return memory
 
 
 def rows_now(setup: Setup[Any], table: Tensor, memory: Tree, clients: Sequence[ClientId]) -> Tensor:
     """The clients' embeddings with the steps they waited for."""
-    rows = to_device(setup.rows(clients), table.device)
-    moving = memory.get("momentum", {"embeddings": table})["embeddings"]
-    waited = memory["steps"] - memory["seen"][rows]
-    now: Tensor = setup.replay("coast", setup.config.outer().coast, table[rows], moving[rows], waited)[0]
+    rows = _read(table, memory, to_device(setup.rows(clients), table.device))
+    waited = memory["steps"] - rows["seen"]
+    now: Tensor = setup.replay("coast", setup.config.outer().coast, rows["values"], rows["speeds"], waited)[0]
     return now
+
+
+def _tables(table: Tensor, memory: Tree) -> dict[str, Tensor]:
+    """All that has a row for each client."""
+    speeds = memory.get("momentum", {"embeddings": table})["embeddings"]
+    return {"values": table, "speeds": speeds, "seen": memory["seen"]}
+
+
+def _read(table: Tensor, memory: Tree, at: Tensor) -> dict[str, Tensor]:
+    """These rows of all tables."""
+    rows = {name: whole[at] for name, whole in _tables(table, memory).items()}
+    recent = memory.get("recent")
+    if recent:
+        place = torch.searchsorted(recent["at"], at).clamp(max=len(recent["at"]) - 1)
+        found = recent["at"][place] == at
+        for name, row in rows.items():
+            row[found] = recent[name][place[found]]
+    return rows
+
+
+def _write(table: Tensor, memory: Tree, at: Tensor, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tree]:
+    """The table and the memory with new rows in the tables that ``rows`` names."""
+    recent = memory.get("recent")
+    if recent:
+        room, everybody = len(recent["at"]), len(table)
+        others = (recent["at"] < everybody) & ~torch.isin(recent["at"], at)
+        at = torch.cat([recent["at"][others], at])
+        rows = {name: torch.cat([recent[name][others], new]) for name, new in rows.items()}
+        if len(at) <= room:
+            return table, {**memory, "recent": _recent(at, rows, room, everybody)}
+        none = {name: new[:0] for name, new in rows.items()}
+        memory = {**memory, "recent": _recent(at[:0], none, room, everybody)}
+    tables = _tables(table, memory)
+    tables |= {name: tables[name].index_copy(0, at, new) for name, new in rows.items()}
+    if "momentum" in memory:
+        memory = {**memory, "momentum": {**memory["momentum"], "embeddings": tables["speeds"]}}
+    return tables["values"], {**memory, "seen": tables["seen"]}
+
+
+def _recent(at: Tensor, rows: Mapping[str, Tensor], room: int, nobody: int) -> dict[str, Tensor]:
+    """Rows in their order, in tensors of ``room`` rows, so that a state's shapes are always the same."""
+    order, empty = at.argsort(), room - len(at)
+    filled = {name: torch.cat([new[order], new.new_zeros(empty, *new.shape[1:])]) for name, new in rows.items()}
+    return {"at": torch.cat([at[order], at.new_full((empty,), nobody)]), **filled}
 
 
 def outer_steps(
@@ -72,21 +125,19 @@ def outer_steps(
         return phi, moving, torch.cat(values), torch.cat(speeds)
 
     at = to_device(setup.rows(clients), table.device)
-    rows = {
-        "values": table[at],
-        "speeds": momentum.get("embeddings", table)[at],
-        "waited": memory["steps"] - memory["seen"][at],
-    }
+    before = _read(table, memory, at)
+    rows = {"values": before["values"], "speeds": before["speeds"], "waited": memory["steps"] - before["seen"]}
     moving = {name: value for name, value in momentum.items() if name != "embeddings"}
     name = ("outer steps", learned, tuple(map(tuple, turns)), tuple(str(setup.models[c].spec) for c in clients))
     deltas = [tree["delta"] for _, tree in replies.groups]
     phi, moving, values, speeds = setup.replay(name, all_steps, phi, moving, rows, deltas)
     taken = {i: number + 1 for number, turn in enumerate(turns) for i in turn}
     seen = memory["steps"] + to_device([taken[i] for i in range(len(places))], table.device)
-    memory = {**memory, "steps": memory["steps"] + len(turns), "seen": memory["seen"].index_copy(0, at, seen)}
+    memory = {**memory, "steps": memory["steps"] + len(turns)}
     if outer.momentum:
-        memory["momentum"] = {**moving, "embeddings": momentum["embeddings"].index_copy(0, at, speeds)}
-    return phi, table.index_copy(0, at, values) if learned else table, memory
+        memory["momentum"] = {**moving, "embeddings": momentum["embeddings"]}
+    after = {**({"values": values} if learned else {}), "speeds": speeds, "seen": seen}
+    return phi, *_write(table, memory, at, after)
 
 
 def _row(tree: Tree, row: int) -> Any:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows kept beside a large table are read as if they were in it, and no state is changed by those that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Played, play, small_federation
+from fedloom import algorithms
+from fedloom.algorithms.pfedhn import embeddings_of
+from fedloom.core.contract import Cohort
+from fedloom.core.trees import flatten, signature
+from fedloom.core.wire import decode, encode
+from fedloom.hypernets import outer
+
+PFEDHN = algorithms.get("pfedhn")
+CLIENTS = 200  # room for four rows beside the table
+COHORTS = [["7", "150", "3"], ["150"], ["9"], ["3", "10", "11"], ["7", "199"], ["0", "1", "2", "3", "4"], ["7", "0"]]
+
+
+def played(**options: Any) -> Played:
+    federation = small_federation(sizes=(2,) * CLIENTS)
+    return play(PFEDHN, federation, cohorts=COHORTS, rounds=len(COHORTS), embed_dim=3, **options)
+
+
+def copied(state: Any) -> dict[str, torch.Tensor]:
+    return {path: leaf.clone() for path, leaf in flatten(state._asdict()).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"server_step": "cohort_mean"}, {"server_momentum": 0.0}], ids=str)
+def test_rows_beside_the_table_give_the_bits_of_rows_in_it(options: dict[str, Any], monkeypatch) -> None:
+    expected = played(**options)
+    assert "recent" not in expected.state.optimiser
+    monkeypatch.setattr(outer, "LARGE", 0)
+    found = played(**options)
+    assert all(torch.equal(found.state.loom[name], value) for name, value in expected.state.loom.items())
+    one, other = (embeddings_of(p.setup, p.state, p.setup.clients) for p in (expected, found))
+    assert torch.equal(one, other)
+    assert not torch.equal(found.state.embeddings, expected.state.embeddings)  # the last rows are not in it yet
+
+
+def test_the_table_is_copied_only_when_there_is_no_room_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "LARGE", 0)
+    scene = played()
+    state, waiting, copies = PFEDHN.init(scene.setup), [], []
+    for number, cohort in enumerate(COHORTS, start=1):
+        before, kept = state, copied(state)
+        scene.engine.begin(number)
+        state, _ = PFEDHN.round(scene.setup, state, Cohort(number, tuple(cohort)), scene.engine.ask)
+        assert all(torch.equal(leaf, kept[path]) for path, leaf in flatten(before._asdict()).items())
+        assert signature(state._asdict()) == signature(before._asdict())
+        rows = state.optimiser["recent"]["at"]
+        waiting.append(rows[rows < CLIENTS].tolist())
+        copies.append(state.embeddings is not before.embeddings)
+    assert waiting == [[3, 7, 150], [3, 7, 150], [3, 7, 9, 150], [], [7, 199], [], [0, 7]]
+    assert copies == [False, False, False, True, False, True, False]
+
+
+def test_a_run_resumed_from_bytes_goes_on_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "LARGE", 0)
+    scene = played()
+    states = [scene.state, PFEDHN.state(**decode(encode(scene.state._asdict())))]
+    after = []
+    for state in states:
+        scene.engine.begin(8)
+        after.append(flatten(PFEDHN.round(scene.setup, state, Cohort(8, ("7", "8")), scene.engine.ask)[0]._asdict()))
+    assert all(torch.equal(leaf, after[1][path]) for path, leaf in after[0].items())
+
+
+def test_tables_that_are_not_learned_or_not_large_have_nothing_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = PFEDHN.init(played().setup).optimiser
+    monkeypatch.setattr(outer, "LARGE", 0)
+    given = play(PFEDHN, small_federation(sizes=(2,) * 8), rounds=2, descriptor="class_shares").state
+    assert "recent" not in small and "recent" not in given.optimiser
+    assert torch.allclose(given.embeddings.sum(1), torch.ones(8, dtype=torch.float64))
