@@ -166,7 +166,7 @@ class Participant:
         """``name`` is who the server takes this client for: with keys, who its key belongs to."""
         roster = {name: replace(self.federation.roster[self.name], id=name)}
         federation = replace(self.federation, roster=roster)
-        return Node(federation, self.algorithm, self.config, self.settings.run.seed, name, self.store.secret)
+        return Node(federation, self.algorithm, self.config, self.settings.run.seed, name)
 
     def _memory(self, run: str, version: int) -> Tree | None:
         found = self.store.load(run, version)

@@ -2,7 +2,7 @@
 """A node's own folder: its secret, and the versions of its memory that a server may still count on::
 
     FOLDER/
-      secret                       made at the first start; who has it can take the noise off this client's answers
+      secret                       made at the first start; without keys, who has it is this client
       name                         the client's name, where none is given
       client                       whose folder this is: the first client that used it
       RUN/memory-12.safetensors    what the client remembers

@@ -19,6 +19,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from conftest import play, small_federation
 from engines.flower.nearby import Nearby, deployed, table_of
 from fedloom import algorithms
+from fedloom.adaptation.calibration import Privacy, protect
+from fedloom.adaptation.prior import _count_final
 from fedloom.core.errors import RoundError
 from fedloom.core.trees import flatten, tree_map
 from fedloom.core.wire import decode, encode
@@ -26,6 +28,10 @@ from fedloom.deploy.options import read
 from fedloom.deploy.server import Deployment
 from fedloom.engines.flower.codec import Malformed, pack, program_of
 from fedloom.engines.flower.engine import VERSION, Rules
+from fedloom.engines.flower.node import Node
+from fedloom.hypernets.encoder import Described
+from fedloom.privacy.descriptor import private_final
+from fedloom.privacy.laplace import with_laplace_noise
 
 
 def with_reply(reply: RecordDict, change: Callable[[Any], Any], **facts: Any) -> RecordDict:
@@ -217,6 +223,26 @@ def test_noise_for_privacy_never_comes_twice(tmp_path: Path) -> None:
     still = reply("c", 0.1, 1e-30)
     assert float((noisy - still - clean).abs().mean()) > 0.05  # 0.15 where the two are independent
     assert float((noisy - again).abs().mean()) > 0.05  # and none for those who ask the same twice
+
+
+def test_noise_on_a_node_is_no_function_of_a_key(tmp_path: Path, monkeypatch: Any) -> None:
+    """A key has 63 bits, and its draws are not made to keep it secret: a node draws from the operating system."""
+    federation = small_federation(["mlp:hidden=5"])
+    settings = read(table_of("it_pfl_hn", federation, descriptor_epsilon=1.0))
+    node = Node(federation, algorithms.get("it_pfl_hn"), settings.config, 0, "0")
+    value = torch.ones(3, dtype=torch.float64)
+    home = node.home("0", torch.tensor(9.0), node.keys(["0"])[0])
+    monkeypatch.setattr("fedloom.core.random._mix", lambda z: pytest.fail("drawn from a key"))
+    described, privacy = Described(value, torch.tensor(9.0)), Privacy(1.0, 1.0)
+    noisy: dict[str, Callable[[], torch.Tensor]] = {
+        "laplace": lambda: with_laplace_noise(home, value, 0.1),
+        "descriptor": lambda: private_final(home, {}, described, {})[0]["descriptor"],
+        "calibration": lambda: protect(privacy, home, {"value": value})["value"],
+        "label counts": lambda: _count_final(privacy, home, {}, value, {})[0]["shares"],
+    }
+    for name, draw in noisy.items():
+        one, other = draw(), draw()
+        assert float((one - other).abs().min()) > 0, name
 
 
 @pytest.mark.parametrize(
