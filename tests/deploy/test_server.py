@@ -373,6 +373,35 @@ def test_a_client_that_lies_about_its_score_has_the_worst_and_is_recorded(
     assert {d["program"] for d in record["dropped"]} == {"evaluate.val", "evaluate.test"}
 
 
+@pytest.mark.parametrize(
+    ("stage", "programs", "options"),
+    [
+        ("evaluation", {"evaluate.val", "evaluate.test"}, {}),
+        ("settling", {"label_shares"}, {"adapt": "prior"}),
+    ],
+)
+def test_an_evaluation_that_nobody_answers_is_recorded_and_the_run_goes_on(
+    stage: str, programs: set[str], options: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+
+    def mute(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        facts = facts_of(asked) if kind == "train" else {"stage": ""}
+        return "did not answer" if facts["stage"] == f"{stage} after round 1" else reply
+
+    faults = dict.fromkeys("01234", mute)
+    options |= {"out": str(out), "nodes": 5, "rounds": 2, "eval_every": 1}
+    served("fedavg", federation, tmp_path, monkeypatch, faults, **options)
+    directory = RunDirectory.open(out)
+    one, two = directory.records()
+    assert {(d["client"], d["program"]) for d in one["dropped"]} == {(c, p) for c in "01234" for p in programs}
+    name = "deployed/participants/test/accuracy"
+    assert (one["metrics"][name] == 0.0) == (stage == "evaluation")
+    assert two["dropped"] == [] and two["metrics"][name] > 0
+    summary = directory.summary()
+    assert summary is not None and summary["finished"] and summary["best"]["round"] >= 1
+
+
 def delivery(out: Path) -> Any:
     return json.loads((out / "delivery.json").read_text())
 

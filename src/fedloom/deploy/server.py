@@ -290,10 +290,14 @@ class Deployment(Trainer):
         return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
 
     def settle(self) -> None:
-        """As ``Trainer.settle``, once a round."""
-        if self._settled != self.round:
+        """As ``Trainer.settle``, once a round. Where nobody answers, the state stays as it was, and the run goes on."""
+        if self._settled == self.round:
+            return
+        try:
             super().settle()
             self._settled = self.round
+        except RoundError:
+            self._dropped += [one._asdict() for one in self.engine.books.dropped]  # into the round's record
 
     def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
         """Admission; what was sent is kept for delivery."""

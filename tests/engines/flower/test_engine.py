@@ -63,6 +63,8 @@ BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
     "missing": (lambda r: with_reply(r, lambda t: {"loss": t["loss"]}), "replied with shape None"),
     "nan": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf * float("nan"), t)), "NaN or Inf"),
     "type": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.half(), t)), "numbers of type torch.float16"),
+    "whole": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.long(), t)), "numbers of type torch.int64"),
+    "narrow": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.float(), t)), "expected torch.float64"),
     "oversized": (lambda r: with_reply(r, lambda t: {**t, "more": torch.zeros(1 << 20)}), "bytes where at most"),
     "other client": (lambda r: with_reply(r, unchanged, client="0"), "replied for client '0'; asked was '2'"),
     "other round": (lambda r: with_reply(r, unchanged, stage=0), "replied for stage 0; asked was 1"),

@@ -28,6 +28,9 @@ from fedloom.engines.flower.codec import Malformed, describe, facts_of, pack, tr
 ASK = "train"
 """Flower's type of the messages."""
 
+EVALUATION = "evaluate."
+"""How the names of programs that try a model begin."""
+
 VERSION = "version"
 
 Exchange = Callable[[str, Mapping[ClientId, RecordDict], float], Mapping[ClientId, RecordDict | str]]
@@ -59,8 +62,16 @@ class Flower(AbstractEngine):
         self._newest = 0
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
-        """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count."""
-        replies = super().ask(program, shared, mine)
+        """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count.
+
+        An evaluation that nobody answers stops nothing: training goes on, and the scores are the worst there are.
+        """
+        try:
+            replies = super().ask(program, shared, mine)
+        except RoundError:
+            if not program.name.startswith(EVALUATION):
+                raise
+            return PerClient.empty(())
         if isinstance(self._stage, int) and len(replies) + 1e-9 < self.rules.quorum * len(mine):  # 0.28 of 25 is 7
             raise RoundError(
                 f"{len(replies)} of {len(mine)} clients gave a usable reply to {program.name}, fewer than the quorum "
@@ -133,14 +144,22 @@ class Flower(AbstractEngine):
             if facts.get(name) != value:
                 raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
         reply = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
-        types = {leaf.dtype for _, leaf in leaves(reply)} - {self.federation.dtype, torch.int32, torch.int64}
-        if types:
-            raise Malformed(f"replied with numbers of type {types.pop()}; expected {self.federation.dtype}")
-        if program.name.startswith("evaluate."):
+        self._check_types(expected, reply)
+        if program.name.startswith(EVALUATION):
             _check_sums(reply, self.federation.task)
         before = self.recall(client)
         after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
         return Outcome(PerClient.of({client: reply}), PerClient.of({client: after}))
+
+
+    def _check_types(self, expected: Tree, reply: Tree) -> None:
+        """Numbers are of the federation's type where a reply's form has fractions, else of the form's own."""
+        wanted = {
+            path: self.federation.dtype if leaf.is_floating_point() else leaf.dtype for path, leaf in leaves(expected)
+        }
+        for path, leaf in leaves(reply):
+            if leaf.dtype != wanted.get(path, leaf.dtype):  # a path too many is refused with the shapes
+                raise Malformed(f"replied with numbers of type {leaf.dtype} for {path}; expected {wanted[path]}")
 
 
 def _check_sums(reply: Tree, task: Task) -> None:
