@@ -73,7 +73,14 @@ def table_of(method: str, federation: Federation, **changes: Any) -> dict[str, A
     local = {"local-epochs": 2, "batch-size": 4, "local-lr": 0.05, "clip": 0.5}
     outputs = next(iter(federation.models.values())).num_outputs
     about = {"input-shape": shape, "num-outputs": outputs, "task": "classification", "device": "cpu"}
-    rest = {"dtype": "float64", "threads": 1, "cohort": 99, "networks": "testnets:Normed", "wait": 0.0, "quorum": 0.0}
+    rest = {
+        "dtype": "float64",
+        "threads": 1,
+        "cohort": 99,
+        "networks": "testnets:Normed,testnets:Endless",
+        "wait": 0.0,
+        "quorum": 0.0,
+    }
     own = {name.replace("_", "-"): value for name, value in changes.items()}
     return {"method": method, **local, **about, **rest, **own}
 

@@ -151,7 +151,6 @@ class Flower(AbstractEngine):
         after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
         return Outcome(PerClient.of({client: reply}), PerClient.of({client: after}))
 
-
     def _check_types(self, expected: Tree, reply: Tree) -> None:
         """Numbers are of the federation's type where a reply's form has fractions, else of the form's own."""
         wanted = {
