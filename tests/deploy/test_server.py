@@ -235,6 +235,15 @@ def test_a_server_that_is_killed_goes_on_with_the_bits_of_never_stopping(
     assert all(a[path].equal(b[path]) for path in a) and one.round == other.round == 4
 
 
+def test_a_run_that_came_to_no_checkpoint_cannot_go_on_and_says_what_to_do(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+    with pytest.raises(RunError, match=r"There is no run in .* leave resume out to begin one"):
+        served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, resume=True)
+    RunDirectory.create(out, {"method": "fedavg"})
+    with pytest.raises(RunError, match="stopped before its first checkpoint; remove it, and leave resume out"):
+        served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, resume=True)
+
+
 def test_too_few_clients_stop_a_run_before_it_begins(tmp_path: Path, monkeypatch: Any) -> None:
     federation = small_federation(["mlp:hidden=5"])
     with pytest.raises(RoundError, match="5 clients are connected, and 6 are needed"):

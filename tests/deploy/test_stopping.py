@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,7 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
         lambda federation, shown: app.out.exists() or RunDirectory.create(app.out, {"method": "fedavg"}),
     )
     trial.local(app, 3, 1, display("quiet"))
+    RunDirectory.open(app.out).save(0, {}, {}, {}, best=False)
     begun, data = list(nodes), app.local / "nodes" / "1" / "data.npz"
     data.write_bytes(b"my own")
     nodes.clear()
@@ -159,6 +161,14 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
     assert data.read_bytes() == b"my own"
     with RunDirectory.open(app.out).lock(), pytest.raises(RunError, match="is in use by"):
         trial.resume(app, display("quiet"))
+    # stopped before the first checkpoint, or before there was a run at all: it begins again
+    for left in ("config.yaml", None):
+        shutil.rmtree(app.out)
+        if left:
+            RunDirectory.create(app.out, {"method": "fedavg", "old": True})
+        runs.clear()
+        trial.resume(app, display("quiet"))
+        assert [run["resume"] for run in runs] == [False] and "old" not in RunDirectory.open(app.out).config
     trial.Roster.file(app).unlink()
     with pytest.raises(RunError, match="begin again with `fedloom deploy local`"):
         trial.resume(app, display("quiet"))

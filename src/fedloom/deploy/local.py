@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,16 @@ from typing import Any, NamedTuple
 
 from fedloom import algorithms
 from fedloom.core.config import build
-from fedloom.core.errors import ConfigError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.trial import Trial, deal, network
 from fedloom.progress import Display
-from fedloom.runs.directory import RunDirectory
+from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.lock import locked
 from fedloom.runs.machine import task_named
+from fedloom.runs.trainer import algorithm_of
 
 LINK = "loopback"
 """The link's name in Flower's config."""
@@ -173,22 +175,56 @@ def local(app: App, nodes: int, newcomers: int, shown: Display, *, tls: bool = F
     """Run an app with so many nodes from beginning to end, and show its progress; ``tls``: with the keys beside it."""
     if app.out.exists():
         raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
+    if newcomers:
+        _check_newcomers(app.settings)
     with started(app, nodes, newcomers, tls=tls) as federation:
         federation.start_run({"out": str(app.out), "nodes": nodes})
         follow(federation, shown)
     return RunDirectory.open(app.out)
 
 
+def _check_newcomers(settings: Settings) -> None:
+    """Refuse newcomers whom the method cannot serve without labels, which a trial deals them none."""
+    algorithm = algorithm_of(settings.method, settings.run)
+    if algorithm.admit is None:
+        raise NeedsError(
+            f"{algorithm.name} has no model for clients that took no part; leave --newcomers out, or choose a method "
+            "that admits newcomers: `fedloom methods`."
+        )
+    if algorithm.admit_labels:
+        raise NeedsError(
+            f"{algorithm.name} admits newcomers by training on their labelled samples, and --newcomers deals samples "
+            "without labels; leave it out, or choose a method that needs none: `fedloom methods`."
+        )
+
+
 def resume(app: App, shown: Display) -> RunDirectory:
-    """Go on with a trial from its last round, with the nodes and the data that it was begun with."""
-    directory, roster = RunDirectory.open(app.out), Roster.read(app)
+    """Go on with a trial from its last round, with the nodes and the data that it was begun with.
+
+    One that was stopped before its first checkpoint begins again, with those nodes and data.
+    """
+    if not app.local.exists():
+        raise RunError(f"{app.folder} holds no trial yet; begin one with `fedloom deploy local {app.folder}`.")
+    roster = Roster.read(app)
     with alone(app):
-        with directory.lock():  # refuses what somebody else works on before anything is started
-            pass
+        begun = _checkpointed(app.out)
         with running(app, roster) as federation:
-            federation.start_run({"out": str(app.out), "nodes": roster.nodes, "resume": True})
+            federation.start_run({"out": str(app.out), "nodes": roster.nodes, "resume": begun})
             follow(federation, shown)
     return RunDirectory.open(app.out)
+
+
+def _checkpointed(out: Path) -> bool:
+    """Whether there is a run to go on with; what was begun without coming to a checkpoint is removed."""
+    if not out.exists():
+        return False
+    if (out / CONFIG).is_file():
+        directory = RunDirectory.open(out)
+        with directory.lock():  # refuses what somebody else works on before anything is started
+            if directory.checkpoints():
+                return True
+    shutil.rmtree(out)
+    return False
 
 
 def follow(federation: Federation, shown: Display) -> None:

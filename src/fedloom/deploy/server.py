@@ -29,7 +29,7 @@ from fedloom.engines.flower.engine import VERSION, Flower, Rules
 from fedloom.engines.flower.lobby import Lobby, Told
 from fedloom.metrics.evaluation import Score
 from fedloom.progress import Display, display
-from fedloom.runs.directory import RunDirectory
+from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.machine import device_of, set_precision, task_named
@@ -63,9 +63,21 @@ def serve(grid: Grid, settings: Settings, shown: Display) -> None:
     if settings.deploy.admit:
         admit(grid, settings, RunDirectory.open(directory))
     elif settings.deploy.resume:
-        resume(grid, settings, RunDirectory.open(directory), shown)
+        resume(grid, settings, _begun(directory), shown)
     else:
         start(grid, settings, directory, shown)
+
+
+def _begun(path: Path) -> RunDirectory:
+    """A run that has a checkpoint, from which it can go on."""
+    if not (path / CONFIG).is_file():
+        raise RunError(f"There is no run in {path} to go on with; leave resume out to begin one.")
+    directory = RunDirectory.open(path)
+    if not directory.checkpoints():
+        raise RunError(
+            f"{path} was stopped before its first checkpoint; remove it, and leave resume out to begin again."
+        )
+    return directory
 
 
 def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
