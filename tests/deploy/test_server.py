@@ -27,7 +27,7 @@ from fedloom.deploy.options import read
 from fedloom.deploy.roster import SizeOnly, grown, in_order
 from fedloom.engines.flower.codec import facts_of, pack
 from fedloom.engines.flower.engine import Rules
-from fedloom.progress import display
+from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
@@ -242,6 +242,58 @@ def test_a_run_that_came_to_no_checkpoint_cannot_go_on_and_says_what_to_do(tmp_p
     RunDirectory.create(out, {"method": "fedavg"})
     with pytest.raises(RunError, match="stopped before its first checkpoint; remove it, and leave resume out"):
         served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, resume=True)
+
+
+class Watch(Quiet):
+    """A display that keeps what is waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait(self, text: str) -> None:
+        self.waited.append(text)
+
+
+def test_what_the_server_waits_for_is_shown_with_how_many_are_there(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    table = table_of("fedavg", federation, out=str(tmp_path / "run"), nodes=5, rounds=2, wait=60.0, quorum=0.5)
+    lobby, watch, looks = Nearby(federation, table, tmp_path / "nodes"), Watch(), []
+    for client in "01234":
+        lobby.disconnect(client)
+    mute: list[int] = []
+
+    def pause(seconds: float) -> None:
+        """While the server waits, one more comes, until all are there; those of round 2 are lost, and come again."""
+        looks.append(seconds)
+        absent = [client for client in "01234" if client not in lobby.clients.values()]
+        if absent:
+            lobby.connect(absent[0], node=1000 + len(looks))
+
+    class Losing(Watch):
+        def update(self, record: Any) -> None:
+            if record["round"] == 1:
+                for client in "0123":
+                    lobby.disconnect(client)
+                lobby.faults = dict.fromkeys("124", once)
+
+    def once(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        mute.append(1) if kind == "train" else None
+        return "did not answer" if kind == "train" and len(mute) < 3 else reply
+
+    watch = Losing()
+    monkeypatch.setattr(server, "lobby_of", lambda *_: lobby)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pause))
+    server.serve(SimpleNamespace(), read(table), watch)
+    *before, one, two, again = watch.waited
+    assert before == [
+        "for 5 clients; none is connected",
+        "for 5 clients; 1 is connected",
+        *(f"for 5 clients; {number} are connected" for number in (2, 3, 4)),
+    ]
+    assert one == "for 3 clients in round 2; 1 is connected" and two == "for 3 clients in round 2; 2 are connected"
+    assert again.startswith("2 seconds, then does round 2 again: 1 of 3 clients gave a usable reply to")
+    (_, record) = RunDirectory.open(tmp_path / "run").records()
+    assert len(record["repeated"]) == 1
 
 
 def test_too_few_clients_stop_a_run_before_it_begins(tmp_path: Path, monkeypatch: Any) -> None:

@@ -21,7 +21,7 @@ from fedloom.deploy.local import App, Federation, alone, app_in, follow
 from fedloom.deploy.processes import Processes
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import about
-from fedloom.progress import display
+from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
 STUBBORN = "trap '' TERM; setsid sleep 300 & sleep 300 & wait; wait; wait"
@@ -132,6 +132,23 @@ def test_the_reason_of_this_run_is_told_and_not_that_of_an_earlier_one(tmp_path:
         processes.start("run", ["true"])
         with pytest.raises(RunError, match="The run did not finish; its log is"):
             follow(federation, display("quiet"))
+
+
+def test_what_the_server_waits_for_is_shown_once_as_soon_as_it_says_so(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    class Watch(Quiet):
+        def wait(self, text: str) -> None:
+            shown.append(text)
+
+    federation = Federation(new_app(tmp_path / "app"))
+    with federation.processes as processes:
+        processes.start("link", ["sleep", "300"])
+        first = "fedloom waits for 4 clients; 2 are connected"
+        processes.start("run", ["sh", "-c", f"echo '{first}'; sleep 2; echo 'INFO: fedloom waits for 4 clients; 3'"])
+        with pytest.raises(RunError, match="The run did not finish"):
+            follow(federation, Watch())
+    assert shown == ["for 4 clients; 2 are connected", "for 4 clients; 3"]
 
 
 def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(

@@ -19,7 +19,7 @@ from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.trial import Trial, deal, network
-from fedloom.progress import Display
+from fedloom.progress import WAITS, Display
 from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.lock import locked
@@ -231,10 +231,14 @@ def follow(federation: Federation, shown: Display) -> None:
     """Show a run that another process writes, until it ends."""
     processes, path = federation.processes, federation.out
     with shown as screen:
-        begun, told = False, 0
+        begun, told, waits = False, 0, 0
         while True:
             over = not processes.alive("run")
             processes.check("link")
+            lines = [line.partition(WAITS)[2] for line in processes.said("run").split("\n")[:-1] if WAITS in line]
+            for text in lines[waits:]:
+                screen.wait(text)
+            waits = len(lines)
             if (path / "environment.json").is_file():
                 directory = RunDirectory.open(path)
                 if not begun:

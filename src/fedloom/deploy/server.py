@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import time
@@ -41,6 +42,9 @@ OTHER_NETWORK = "has another network than the others; the method needs one for a
 PAUSE = 2.0
 """Seconds between looks for nodes."""
 
+Tell = Callable[[str], None]
+"""Takes a text for whoever watches: what is waited for."""
+
 
 def server_app() -> ServerApp:
     """The app of the server."""
@@ -61,7 +65,7 @@ def serve(grid: Grid, settings: Settings, shown: Display) -> None:
     """Train, go on with training, or admit newcomers, as the settings say."""
     directory = Path(settings.deploy.out)
     if settings.deploy.admit:
-        admit(grid, settings, RunDirectory.open(directory))
+        admit(grid, settings, RunDirectory.open(directory), shown)
     elif settings.deploy.resume:
         resume(grid, settings, _begun(directory), shown)
     else:
@@ -84,7 +88,7 @@ def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     """A new run, with the clients that are there when enough are."""
     lobby = lobby_of(grid, settings, secrets.token_hex(8))
     same = algorithm_of(settings.method, settings.run).needs.same_model
-    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, same_model=same)
+    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait, same_model=same)
     told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
     deployment = Deployment(settings, lobby, told)
     resolved = flat_config(settings.method, deployment.options, settings.config)
@@ -101,16 +105,18 @@ def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displ
         deployment = reopened(grid, settings, directory, "last")
         directory.update_config(rounds=settings.run.rounds)
         directory.rewind(deployment.round)
-        wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait)
+        wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait)
         _run(deployment, directory, shown)
 
 
-def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
+def admit(grid: Grid, settings: Settings, directory: RunDirectory, shown: Display) -> None:
     """Give the newcomers that are connected their models, and change nothing else."""
     which: Any = "last" if directory.best_round() is None else "best"
     deployment = reopened(grid, settings, directory, which)
     end = time.monotonic() + settings.deploy.wait
     deployment.look()
+    if not deployment.newcomers:
+        shown.wait("for newcomers; none is connected")
     while not deployment.newcomers:
         if time.monotonic() > end:
             refused = f" Refused: {'; '.join(deployment.lobby.refused[-3:])}." if deployment.lobby.refused else ""
@@ -198,9 +204,9 @@ class Known(NamedTuple):
         return federation_of(roster, *self)
 
 
-def wait_for(lobby: Lobby, number: int, seconds: float, *, same_model: bool = False) -> None:
+def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_model: bool = False) -> None:
     """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
-    end = time.monotonic() + seconds
+    end, told = time.monotonic() + seconds, -1
     while True:
         lobby.refresh()
         there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
@@ -220,7 +226,14 @@ def wait_for(lobby: Lobby, number: int, seconds: float, *, same_model: bool = Fa
                 f"{len(there)} clients{alike} are connected, and {number} are needed; waited {seconds:g} seconds."
                 f"{refused} Start more nodes, or set nodes lower."
             )
+        if len(there) != told:
+            told = len(there)
+            tell(f"for {number} clients; {_are_connected(told)}")
         time.sleep(PAUSE)
+
+
+def _are_connected(number: int) -> str:
+    return f"{number or 'none'} {'is' if number < 2 else 'are'} connected"
 
 
 class Deployment(Trainer):
@@ -260,6 +273,7 @@ class Deployment(Trainer):
         self._dropped: list[dict[str, Any]] = []
         self._scores: dict[tuple[str, ClientId], Score] = {}
         self._settled = -1
+        self.tell: Tell = lambda text: None
 
     @property
     def present(self) -> tuple[ClientId, ...]:
@@ -285,6 +299,7 @@ class Deployment(Trainer):
                 failures.append(str(error))
                 if len(failures) > self.deploy.repeats:
                     raise
+                self.tell(f"{PAUSE:g} seconds, then does round {self.round + 1} again: {error}")
                 time.sleep(PAUSE)
                 continue
             self._dropped = record["dropped"]
@@ -358,9 +373,12 @@ class Deployment(Trainer):
             self._take_in(self.lobby.told[client])
 
     def _gather(self) -> None:
-        end = time.monotonic() + self.deploy.wait
+        end, told = time.monotonic() + self.deploy.wait, -1
         self.look()
-        while len(self.present) + 1e-9 < max(1, self.deploy.quorum * self.options.cohort):
+        while len(self.present) + 1e-9 < (need := max(1, self.deploy.quorum * self.options.cohort)):
+            if len(self.present) != told:
+                told = len(self.present)
+                self.tell(f"for {math.ceil(need - 1e-9)} clients in round {self.round + 1}; {_are_connected(told)}")
             if time.monotonic() > end:
                 raise RoundError(
                     f"{len(self.present)} of {len(self.setup.clients)} clients are connected, too few for a round; "
@@ -450,6 +468,7 @@ class Deployment(Trainer):
 
 
 def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
+    deployment.tell = shown.wait
     api.train(deployment, directory, shown)
     if deployment.deploy.deliver:
         deployment.deliver()
