@@ -40,9 +40,12 @@ with Processes(Path(sys.argv[1]) / "logs", Path(sys.argv[1]) / "flower") as proc
 """
 
 
-def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
+def wait_until(what: Callable[[], bool], seconds: float, why: str, federation: Federation | None = None) -> None:
+    """Look often; with a federation, until its run has ended."""
     end = time.monotonic() + seconds
     while not what():
+        if federation and not federation.processes.alive("run"):
+            pytest.fail(f"{why}: {federation.processes.said('run')[-2000:]}")
         assert time.monotonic() < end, why
         time.sleep(0.2)
 

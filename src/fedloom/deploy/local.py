@@ -67,9 +67,14 @@ class Federation:
         self.processes = Processes(app.local / "logs", app.local / "flower")
         self.port = self.entry = free_port()
         """Where the link listens; where nodes find it, which is elsewhere with a proxy in between."""
+        self._database = app.local / "flower" / "link.db"
+        self._registered = False
 
     def start_link(self) -> None:
-        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes."""
+        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes.
+
+        Started again, it knows them from its database, and nodes that still run go on with it.
+        """
         keys, way = self.keys, ["--insecure"]
         trust = "insecure = true"
         if keys:
@@ -78,11 +83,16 @@ class Federation:
             way += ["--ssl-ca-certfile", f"{keys}/ca.pem", "--enable-supernode-auth"]
         note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
         (self.app.local / "flower" / "config.toml").write_text(note)
+        if not self._registered:  # a link of an earlier trial would take its nodes for running
+            for left in self._database.parent.glob(f"{self._database.name}*"):
+                left.unlink()
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *way]
+        command += ["--database", str(self._database)]
         self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
         wait_for_port(self.port, self.processes, "link")
-        for file in sorted((keys / "clients").glob("*.pub")) if keys else ():
+        for file in sorted((keys / "clients").glob("*.pub")) if keys and not self._registered else ():
             self.processes.call(["flwr", "supernode", "register", str(file), LINK])
+        self._registered = True
 
     def start_node(self, client: str, config: Mapping[str, Any]) -> None:
         """A node, with its own folder."""
