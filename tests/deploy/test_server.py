@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -525,6 +529,20 @@ def test_a_client_that_does_not_take_its_model_is_noted(tmp_path: Path, monkeypa
     federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
     served("fedavg", federation, tmp_path, monkeypatch, {"2": silent("query.deploy")}, out=str(out), nodes=5, rounds=1)
     assert delivery(out) == {"delivered": ["0", "1", "3", "4"], "failed": {"2": "did not answer"}}
+
+
+def test_a_model_of_a_users_own_network_loads_where_the_app_is_not(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["testnets:Normed"]), tmp_path / "run"
+    lobby = served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, rounds=1)
+    moved = shutil.move(tmp_path / "nodes" / "2" / lobby.run / "model", tmp_path / "elsewhere")
+    code = f"import runpy; print(runpy.run_path({str(moved / 'client-2.py')!r})['model'])"
+    source = str(Path(server.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("Normed("), done.stderr
+    assert [file.name for file in (moved / "code").iterdir() if file.is_file()] == ["testnets.py"]
 
 
 def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkeypatch: Any) -> None:
