@@ -137,6 +137,30 @@ def test_the_reason_of_this_run_is_told_and_not_that_of_an_earlier_one(tmp_path:
             follow(federation, display("quiet"))
 
 
+def test_a_new_link_is_told_the_keys_and_one_that_is_started_again_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, keys, calls = new_app(tmp_path / "app"), tmp_path / "keys", []
+    (keys / "clients").mkdir(parents=True)
+    for client in "01":
+        (keys / "clients" / f"{client}.pub").touch()
+    monkeypatch.setattr(Processes, "start", lambda self, name, command: calls.append(command))
+    monkeypatch.setattr(Processes, "call", lambda self, command: calls.append(command))
+    monkeypatch.setattr(trial, "wait_for_port", lambda *_: None)
+    database = app.local / "flower" / "link.db"
+    for _ in range(2):  # as `deploy local` does, then `deploy resume`: nodes of the first are gone
+        federation = Federation(app, keys)
+        database.write_text("of an earlier trial")
+        calls.clear()
+        federation.start_link()
+        assert not database.exists() and [command[0] for command in calls] == ["flower-superlink", "flwr", "flwr"]
+        database.write_text("of this trial")
+        calls.clear()
+        federation.start_link()
+        assert [command[0] for command in calls] == ["flower-superlink"] and str(database) in calls[0]
+        assert database.read_text() == "of this trial"
+
+
 def test_what_the_server_waits_for_is_shown_once_as_soon_as_it_says_so(tmp_path: Path) -> None:
     shown: list[str] = []
 
