@@ -57,9 +57,14 @@ def test_a_mute_client_costs_the_timeout_and_nobody_elses_reply(clock: Clock, tm
 def test_a_node_that_is_mute_when_it_comes_holds_others_up_once_and_not_for_long(clock: Clock, tmp_path: Path) -> None:
     lobby = nearby(tmp_path)
     lobby.faults["2"] = lambda *_: MUTE
+    lobby.disconnect("4")
     begun = clock.now
     lobby.refresh()
-    assert sorted(lobby.nodes) == ["0", "1", "3", "4"] and GRACE <= clock.now - begun < GRACE + 1
+    assert sorted(lobby.nodes) == ["0", "1", "3"] and GRACE <= clock.now - begun < GRACE + 1
+    lobby.connect("4", node=999)
+    before = clock.now
+    lobby.refresh()
+    assert sorted(lobby.nodes) == ["0", "1", "3", "4"] and clock.now == before
     for _ in range(100):  # rounds of five seconds, while it is given up and greeted again
         clock.sleep(5)
         before = clock.now

@@ -81,14 +81,14 @@ class Lobby:
         fresh = [node for node in sorted(infos) if node not in known and self._strangers.get(node, now) <= now]
         sent = self.push(HELLO, {node: pack({"run": self.run}) for node in fresh}, PATIENCE)
         self._hailed |= {message: (node, now + PATIENCE) for message, node in sent.items()}
-        end = now + GRACE * any(node not in self._strangers for node in sent.values())
+        first = {message for message, node in sent.items() if node not in self._strangers}
         while True:
             for message, answer in self.pull(list(self._hailed)).items():
                 self._answered(infos[self._hailed.pop(message)[0]], answer)
             late = [message for message, (_, last) in self._hailed.items() if time.monotonic() > last]
             for message in late:
                 self._answered(infos[self._hailed.pop(message)[0]], f"did not answer within {PATIENCE:g} seconds")
-            if not self._hailed or time.monotonic() >= end:
+            if first.isdisjoint(self._hailed) or time.monotonic() >= now + GRACE:
                 return
             time.sleep(POLL)
 
