@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_killing_one_ends_what_it_started_and_nothing_else(tmp_path: Path) -> No
         wait_until(lambda: len(running_below(tmp_path)) == 4, 10, "too few were started")
         processes.kill("link")
         assert [line.split()[-1] for line in running_below(tmp_path)] == ["303"]
+
+
+def test_a_process_that_dies_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process that dies is gone before its files are closed: it holds locks and is not seen."""
+    processes = Processes(tmp_path / "logs", tmp_path / "flower")
+    with subprocess.Popen(["sleep", "300"]) as dying:
+        seen = iter([[dying.pid]])
+        monkeypatch.setattr(Processes, "_left", lambda self, name=None: next(seen, []))
+        monkeypatch.setattr("fedloom.deploy.processes._signal", lambda *_: None)
+        threading.Timer(1.0, dying.kill).start()
+        processes.stop()
+        assert Path(f"/proc/{dying.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_shell_with_the_same_home_is_not_ours(tmp_path: Path) -> None:
