@@ -18,6 +18,15 @@ class Normed(nn.Module):
         return self.out(F.relu(self.norm(self.conv(x))).flatten(1))
 
 
+class Endless(nn.Module):
+    """As many layers as its client wants."""
+
+    def __init__(self, num_outputs: int, layers: int) -> None:
+        super().__init__()
+        for number in range(layers):
+            self.add_module(str(number), nn.Linear(1, num_outputs))
+
+
 class Dropping(nn.Module):
     """Dropout as a layer, over channels, and as a function call."""
 

@@ -12,6 +12,9 @@ from typing import Any, Protocol, Self
 from fedloom.core.errors import unknown
 from fedloom.runs.files import to_json
 
+WAITS = "fedloom waits "
+"""How the lines begin that say for what."""
+
 
 class Display(Protocol):
     """Entered for the time of a run."""
@@ -26,6 +29,9 @@ class Display(Protocol):
     def update(self, record: dict[str, Any]) -> None:
         """A round is done."""
 
+    def wait(self, text: str) -> None:
+        """Nothing happens until something comes: ``for 4 clients; 2 are connected``."""
+
     def end(self, directory: Any) -> None:
         """The summary is written."""
 
@@ -39,6 +45,7 @@ class Quiet:
     def __exit__(self, *_: object) -> None: ...
     def begin(self, simulation: Any) -> None: ...
     def update(self, record: dict[str, Any]) -> None: ...
+    def wait(self, text: str) -> None: ...
     def end(self, directory: Any) -> None: ...
 
 
@@ -68,6 +75,9 @@ class Plain(Quiet):
         self._news.add(record)
         if "metrics" in record:
             self._line(f"round {record['round']}/{self._rounds}: {self._news}")
+
+    def wait(self, text: str) -> None:
+        self._line(WAITS + text)
 
     def end(self, directory: Any) -> None:
         self._line(f"saved in {directory.path}")
@@ -109,6 +119,9 @@ class Rich(Quiet):
     def update(self, record: dict[str, Any]) -> None:
         self._news.add(record)
         self._bar.update(self._task, completed=record["round"], description=str(self._news))
+
+    def wait(self, text: str) -> None:
+        self._bar.console.print(WAITS + text)
 
     def end(self, directory: Any) -> None:
         self._bar.console.print(f"saved in {directory.path}", soft_wrap=True)  # a path is to be copied whole

@@ -66,9 +66,23 @@ def test_local_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
     cli("deploy", "init", "bare", "--method", "pfedhn")
     assert "give the shape of a sample" in refused("deploy", "local", "bare")
     cli("deploy", "init", "ward", "--method", "pfedhn", "--dataset", "digits")
+    assert "holds no trial yet; begin one with `fedloom deploy local" in refused("deploy", "resume", "ward")
     (tmp_path / "ward" / "local" / "run").mkdir(parents=True)
     assert "holds a run; go on with `fedloom deploy resume`" in refused("deploy", "local", "ward")
-    assert "is not a run directory" in refused("deploy", "resume", "ward")
+    assert "begin again with `fedloom deploy local`" in refused("deploy", "resume", "ward")
+
+
+@needs_flower
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("pfedhn", "on their labelled samples"), ("local", "has no model for clients that took no part")],
+)
+def test_local_refuses_newcomers_whom_the_method_cannot_serve_before_anything_starts(
+    method: str, reason: str, refused: Refused, cli: Cli, tmp_path: Path
+) -> None:
+    cli("deploy", "init", "ward", "--method", method, "--dataset", "digits")
+    assert reason in refused("deploy", "local", "ward", "--newcomers", 1)
+    assert not (tmp_path / "ward" / "local").exists()
 
 
 @needs_flower

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from fedloom.core.random import fold, key, normal, seed_of, stream, uniform
+from fedloom.core.random import Fresh, fold, key, laplace, normal, seed_of, stream, uniform
 
 NAMES = st.lists(st.one_of(st.integers(0, 10**6), st.text("ab1 ", max_size=3)), min_size=1, max_size=4)
 MANY = 1 << 20
@@ -142,3 +142,16 @@ def test_a_longer_draw_begins_with_the_shorter_one() -> None:
 def test_an_empty_and_a_single_draw_have_their_shapes() -> None:
     assert uniform(key("k"), (0, 3)).shape == (0, 3)
     assert uniform(key("k"), ()).shape == ()
+
+
+def test_draws_of_the_machine_are_of_the_same_laws_and_never_come_twice() -> None:
+    fresh = Fresh(torch.device("cpu"))
+    assert fold(fresh, 3) is fresh
+    drawn = uniform(fresh, (MANY,), torch.float64)
+    assert float(drawn.min()) >= 0 and float(drawn.max()) < 1 and uniform(fresh, (2, 3)).shape == (2, 3)
+    assert float(drawn.mean()) == pytest.approx(1 / 2, abs=2e-3)
+    assert float(drawn.var()) == pytest.approx(1 / 12, abs=1e-3)
+    for draw, variance in ((normal, 1.0), (laplace, 2.0)):
+        one, other = draw(fresh, (MANY,), torch.float64), draw(fresh, (MANY,), torch.float64)
+        assert float(one.mean()) == pytest.approx(0, abs=1e-2) and float(one.var()) == pytest.approx(variance, rel=0.02)
+        assert float(torch.corrcoef(torch.stack([one, other]))[0, 1]) == pytest.approx(0, abs=1e-2)

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +31,7 @@ from fedloom.deploy.options import read
 from fedloom.deploy.roster import SizeOnly, grown, in_order
 from fedloom.engines.flower.codec import facts_of, pack
 from fedloom.engines.flower.engine import Rules
-from fedloom.progress import display
+from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
@@ -235,6 +239,67 @@ def test_a_server_that_is_killed_goes_on_with_the_bits_of_never_stopping(
     assert all(a[path].equal(b[path]) for path in a) and one.round == other.round == 4
 
 
+def test_a_run_that_came_to_no_checkpoint_cannot_go_on_and_says_what_to_do(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+    with pytest.raises(RunError, match=r"There is no run in .* leave resume out to begin one"):
+        served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, resume=True)
+    RunDirectory.create(out, {"method": "fedavg"})
+    with pytest.raises(RunError, match="stopped before its first checkpoint; remove it, and leave resume out"):
+        served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, resume=True)
+
+
+class Watch(Quiet):
+    """A display that keeps what is waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait(self, text: str) -> None:
+        self.waited.append(text)
+
+
+def test_what_the_server_waits_for_is_shown_with_how_many_are_there(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    table = table_of("fedavg", federation, out=str(tmp_path / "run"), nodes=5, rounds=2, wait=60.0, quorum=0.5)
+    lobby, watch, looks = Nearby(federation, table, tmp_path / "nodes"), Watch(), []
+    for client in "01234":
+        lobby.disconnect(client)
+    mute: list[int] = []
+
+    def pause(seconds: float) -> None:
+        """While the server waits, one more comes, until all are there; those of round 2 are lost, and come again."""
+        looks.append(seconds)
+        absent = [client for client in "01234" if client not in lobby.clients.values()]
+        if absent:
+            lobby.connect(absent[0], node=1000 + len(looks))
+
+    class Losing(Watch):
+        def update(self, record: Any) -> None:
+            if record["round"] == 1:
+                for client in "0123":
+                    lobby.disconnect(client)
+                lobby.faults = dict.fromkeys("124", once)
+
+    def once(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        mute.append(1) if kind == "train" else None
+        return "did not answer" if kind == "train" and len(mute) < 3 else reply
+
+    watch = Losing()
+    monkeypatch.setattr(server, "lobby_of", lambda *_: lobby)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pause))
+    server.serve(SimpleNamespace(), read(table), watch)
+    *before, one, two, again = watch.waited
+    assert before == [
+        "for 5 clients; none is connected",
+        "for 5 clients; 1 is connected",
+        *(f"for 5 clients; {number} are connected" for number in (2, 3, 4)),
+    ]
+    assert one == "for 3 clients in round 2; 1 is connected" and two == "for 3 clients in round 2; 2 are connected"
+    assert again.startswith("2 seconds, then does round 2 again: 1 of 3 clients gave a usable reply to")
+    (_, record) = RunDirectory.open(tmp_path / "run").records()
+    assert len(record["repeated"]) == 1
+
+
 def test_too_few_clients_stop_a_run_before_it_begins(tmp_path: Path, monkeypatch: Any) -> None:
     federation = small_federation(["mlp:hidden=5"])
     with pytest.raises(RoundError, match="5 clients are connected, and 6 are needed"):
@@ -281,8 +346,15 @@ LIES = {
     "deep": ("pfedhn", {"model": "[" * 200_000}, "node 114 sent a greeting that cannot be read"),
     "deep, not long": ("pfedhn", {"model": "[" * 9_999}, "node 114 sent a greeting that cannot be read"),
     "none": ("pfedhn", {"model": None}, "the method needs to be told its network"),
-    "wide": ("pfedhn", {"model": '["mlp", [["hidden", 100000000000]]]'}, "expected 1 to 100,000,000"),
-    "large": ("mh_pfedhn", {"size": 10**10}, "it has 10,000,000,000 parameters; expected 1 to 100,000,000"),
+    "wide": ("pfedhn", {"model": '["mlp", [["hidden", 100000000000]]]'}, "it has more than 20,000,000 parameters"),
+    "deep network": (
+        "pfedhn",
+        {"model": '["vit", [["depth", 1000000000], ["patch", 2]]]'},
+        "it has more than 20,000,000 parameters",
+    ),
+    "thin network": ("pfedhn", {"model": f'["mlp", [["hidden", {[1] * 3000}]]]'}, "it has more than 5,000 tensors"),
+    "own network": ("fedavg", {"model": '["testnets:Endless", [["layers", 1000000000]]]'}, "more than 5,000 tensors"),
+    "large": ("mh_pfedhn", {"size": 10**10}, "it has 10,000,000,000 parameters; expected 1 to 20,000,000"),
     "empty": ("mh_pfedhn", {"size": 0}, "it has 0 parameters"),
     "another": ("fedavg", {"model": '["mlp", [["hidden", 7]]]'}, "client 2 has another network than the others"),
     "terminal": ("fedavg", {"error": "\x1b[2J\nfine"}, "node 114  [2J fine"),
@@ -373,6 +445,35 @@ def test_a_client_that_lies_about_its_score_has_the_worst_and_is_recorded(
     assert {d["program"] for d in record["dropped"]} == {"evaluate.val", "evaluate.test"}
 
 
+@pytest.mark.parametrize(
+    ("stage", "programs", "options"),
+    [
+        ("evaluation", {"evaluate.val", "evaluate.test"}, {}),
+        ("settling", {"label_shares"}, {"adapt": "prior"}),
+    ],
+)
+def test_an_evaluation_that_nobody_answers_is_recorded_and_the_run_goes_on(
+    stage: str, programs: set[str], options: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
+
+    def mute(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        facts = facts_of(asked) if kind == "train" else {"stage": ""}
+        return "did not answer" if facts["stage"] == f"{stage} after round 1" else reply
+
+    faults = dict.fromkeys("01234", mute)
+    options |= {"out": str(out), "nodes": 5, "rounds": 2, "eval_every": 1}
+    served("fedavg", federation, tmp_path, monkeypatch, faults, **options)
+    directory = RunDirectory.open(out)
+    one, two = directory.records()
+    assert {(d["client"], d["program"]) for d in one["dropped"]} == {(c, p) for c in "01234" for p in programs}
+    name = "deployed/participants/test/accuracy"
+    assert (one["metrics"][name] == 0.0) == (stage == "evaluation")
+    assert two["dropped"] == [] and two["metrics"][name] > 0
+    summary = directory.summary()
+    assert summary is not None and summary["finished"] and summary["best"]["round"] >= 1
+
+
 def delivery(out: Path) -> Any:
     return json.loads((out / "delivery.json").read_text())
 
@@ -428,6 +529,20 @@ def test_a_client_that_does_not_take_its_model_is_noted(tmp_path: Path, monkeypa
     federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
     served("fedavg", federation, tmp_path, monkeypatch, {"2": silent("query.deploy")}, out=str(out), nodes=5, rounds=1)
     assert delivery(out) == {"delivered": ["0", "1", "3", "4"], "failed": {"2": "did not answer"}}
+
+
+def test_a_model_of_a_users_own_network_loads_where_the_app_is_not(tmp_path: Path, monkeypatch: Any) -> None:
+    federation, out = small_federation(["testnets:Normed"]), tmp_path / "run"
+    lobby = served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, rounds=1)
+    moved = shutil.move(tmp_path / "nodes" / "2" / lobby.run / "model", tmp_path / "elsewhere")
+    code = f"import runpy; print(runpy.run_path({str(moved / 'client-2.py')!r})['model'])"
+    source = str(Path(server.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("Normed("), done.stderr
+    assert [file.name for file in (moved / "code").iterdir() if file.is_file()] == ["testnets.py"]
 
 
 def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from fedloom.deploy.local import App, Federation, alone, app_in, follow
 from fedloom.deploy.processes import Processes
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import about
-from fedloom.progress import display
+from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
 STUBBORN = "trap '' TERM; setsid sleep 300 & sleep 300 & wait; wait; wait"
@@ -39,9 +41,12 @@ with Processes(Path(sys.argv[1]) / "logs", Path(sys.argv[1]) / "flower") as proc
 """
 
 
-def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
+def wait_until(what: Callable[[], bool], seconds: float, why: str, federation: Federation | None = None) -> None:
+    """Look often; with a federation, until its run has ended."""
     end = time.monotonic() + seconds
     while not what():
+        if federation and not federation.processes.alive("run"):
+            pytest.fail(f"{why}: {federation.processes.said('run')[-2000:]}")
         assert time.monotonic() < end, why
         time.sleep(0.2)
 
@@ -77,6 +82,18 @@ def test_killing_one_ends_what_it_started_and_nothing_else(tmp_path: Path) -> No
         wait_until(lambda: len(running_below(tmp_path)) == 4, 10, "too few were started")
         processes.kill("link")
         assert [line.split()[-1] for line in running_below(tmp_path)] == ["303"]
+
+
+def test_a_process_that_dies_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process that dies is gone before its files are closed: it holds locks and is not seen."""
+    processes = Processes(tmp_path / "logs", tmp_path / "flower")
+    with subprocess.Popen(["sleep", "300"]) as dying:
+        seen = iter([[dying.pid]])
+        monkeypatch.setattr(Processes, "_left", lambda self, name=None: next(seen, []))
+        monkeypatch.setattr("fedloom.deploy.processes._signal", lambda *_: None)
+        threading.Timer(1.0, dying.kill).start()
+        processes.stop()
+        assert Path(f"/proc/{dying.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_shell_with_the_same_home_is_not_ours(tmp_path: Path) -> None:
@@ -133,6 +150,47 @@ def test_the_reason_of_this_run_is_told_and_not_that_of_an_earlier_one(tmp_path:
             follow(federation, display("quiet"))
 
 
+def test_a_new_link_is_told_the_keys_and_one_that_is_started_again_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, keys, calls = new_app(tmp_path / "app"), tmp_path / "keys", []
+    (keys / "clients").mkdir(parents=True)
+    for client in "01":
+        (keys / "clients" / f"{client}.pub").touch()
+    monkeypatch.setattr(Processes, "start", lambda self, name, command: calls.append(command))
+    monkeypatch.setattr(Processes, "call", lambda self, command: calls.append(command))
+    monkeypatch.setattr(trial, "wait_for_port", lambda *_: None)
+    database = app.local / "flower" / "link.db"
+    for _ in range(2):  # as `deploy local` does, then `deploy resume`: nodes of the first are gone
+        federation = Federation(app, keys)
+        database.write_text("of an earlier trial")
+        calls.clear()
+        federation.start_link()
+        assert not database.exists() and [command[0] for command in calls] == ["flower-superlink", "flwr", "flwr"]
+        database.write_text("of this trial")
+        calls.clear()
+        federation.start_link()
+        assert [command[0] for command in calls] == ["flower-superlink"] and str(database) in calls[0]
+        assert database.read_text() == "of this trial"
+
+
+def test_what_the_server_waits_for_is_shown_once_as_soon_as_it_says_so(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    class Watch(Quiet):
+        def wait(self, text: str) -> None:
+            shown.append(text)
+
+    federation = Federation(new_app(tmp_path / "app"))
+    with federation.processes as processes:
+        processes.start("link", ["sleep", "300"])
+        first = "fedloom waits for 4 clients; 2 are connected"
+        processes.start("run", ["sh", "-c", f"echo '{first}'; sleep 2; echo 'INFO: fedloom waits for 4 clients; 3'"])
+        with pytest.raises(RunError, match="The run did not finish"):
+            follow(federation, Watch())
+    assert shown == ["for 4 clients; 2 are connected", "for 4 clients; 3"]
+
+
 def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +208,7 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
         lambda federation, shown: app.out.exists() or RunDirectory.create(app.out, {"method": "fedavg"}),
     )
     trial.local(app, 3, 1, display("quiet"))
+    RunDirectory.open(app.out).save(0, {}, {}, {}, best=False)
     begun, data = list(nodes), app.local / "nodes" / "1" / "data.npz"
     data.write_bytes(b"my own")
     nodes.clear()
@@ -159,6 +218,14 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
     assert data.read_bytes() == b"my own"
     with RunDirectory.open(app.out).lock(), pytest.raises(RunError, match="is in use by"):
         trial.resume(app, display("quiet"))
+    # stopped before the first checkpoint, or before there was a run at all: it begins again
+    for left in ("config.yaml", None):
+        shutil.rmtree(app.out)
+        if left:
+            RunDirectory.create(app.out, {"method": "fedavg", "old": True})
+        runs.clear()
+        trial.resume(app, display("quiet"))
+        assert [run["resume"] for run in runs] == [False] and "old" not in RunDirectory.open(app.out).config
     trial.Roster.file(app).unlink()
     with pytest.raises(RunError, match="begin again with `fedloom deploy local`"):
         trial.resume(app, display("quiet"))

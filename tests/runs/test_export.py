@@ -87,3 +87,23 @@ def test_a_folder_that_cannot_be_written(odd: fedloom.Run, tmp_path: Path, place
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="make it writable or give another --out"):
         odd.export("plain", tmp_path / place)
+
+
+def test_the_code_of_a_users_network_goes_along_where_it_is_wanted_and_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "ownpackage"
+    (package / "deep").mkdir(parents=True)
+    (package / "notes.txt").touch()
+    text = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(3, 2)\n"
+    for name, code in {"__init__.py": "", "deep/__init__.py": "", "deep/net.py": text}.items():
+        (package / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    for network in ("ownpackage.deep.net:Net", "torch.nn:Identity", "mlp:hidden=4"):
+        spec, folder = parse(network, (3,), 2), tmp_path / network[:3]
+        export(folder, "0", {"params": {}, "buffers": {}}, spec, "FedAvg", with_code=True)
+        found[network[:3]] = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    files = ["client-0.py", "client-0.safetensors"]
+    own = [f"code/ownpackage/{name}" for name in ("__init__.py", "deep/__init__.py", "deep/net.py")]
+    assert found == {"own": files + own, "tor": files, "mlp": files}

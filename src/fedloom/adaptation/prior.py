@@ -186,7 +186,7 @@ class _Carry(NamedTuple):
 def _estimate_init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> _Carry:
     nothing, sums = no_votes(shared["alpha"]), torch.zeros_like(shared["reference"]["mean"][0])
     deployed = algorithm.client_deploy(home, shared["base"], mine, memory)
-    return _Carry(deployed, nothing, nothing, torch.zeros_like(home.key), sums, sums[0])
+    return _Carry(deployed, nothing, nothing, torch.zeros_like(home.num_samples, dtype=torch.int64), sums, sums[0])
 
 
 def _estimate_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Carry, batch: Batch) -> _Carry:

@@ -65,6 +65,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fedloom.core.random import Key
 from fedloom.core.recording import Replayer
 from fedloom.core.task import Task
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
@@ -145,7 +146,7 @@ class Home:
     task: Task
     config: Any
     num_samples: Tensor  # () training samples
-    key: Tensor  # () for draws in this ask (core.random)
+    key: Key  # () for noise in this ask (core.random)
     guest: Model | None = None
     """A network that the program runs besides the client's own: ``Program.guest``."""
 

@@ -8,16 +8,30 @@ machines without changing a bit:
   values of parameters;
 - inside a client program, ``uniform(key, shape)`` and ``normal(key, shape)`` hash a counter with a key. They are plain
   integer arithmetic: the same bits one client at a time, for a whole cohort under ``vmap``, and on any device.
+
+Noise that is to hide something from whoever knows the seed must not come from it. A client on a machine of its own
+has the key ``Fresh``: draws come from the operating system, and never again.
 """
 
 import hashlib
 import math
+import os
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _MASK63 = (1 << 63) - 1
+
+
+class Fresh(NamedTuple):
+    """In the place of a key: what is drawn with it cannot be computed from anything, nor drawn again."""
+
+    device: torch.device
+
+
+Key = Tensor | Fresh
 
 
 def seed_of(*name: int | str) -> int:
@@ -36,27 +50,38 @@ def key(*name: int | str) -> Tensor:
     return torch.tensor(seed_of(*name), dtype=torch.int64)
 
 
-def fold(key: Tensor, data: Tensor | int) -> Tensor:
+@overload
+def fold(key: Tensor, data: Tensor | int) -> Tensor: ...
+@overload
+def fold(key: Key, data: Tensor | int) -> Key: ...
+def fold(key: Key, data: Tensor | int) -> Key:
     """A new key from a key and a number: one key per step, per layer, per purpose."""
+    if isinstance(key, Fresh):
+        return key
     if not isinstance(data, Tensor):
         data = torch.full((), data, dtype=torch.int64, device=key.device)
     return _mix(key + _mix(data.to(torch.int64) + _GOLDEN))
 
 
-def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform on [0, 1), one hash per element."""
-    count = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
+    if isinstance(key, Fresh):
+        bits = np.frombuffer(os.urandom(4 * math.prod(shape)), dtype=np.int32).copy()
+        words = torch.from_numpy(bits).to(key.device).reshape(shape) >> 8
+    else:
+        count = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
+        words = _mix(key + count * _GOLDEN) >> 39
     # 24 random bits: exact in every float type that parameters have
-    return (_mix(key + count * _GOLDEN) >> 39 & 0xFFFFFF).to(dtype) / float(1 << 24)
+    return (words & 0xFFFFFF).to(dtype) / float(1 << 24)
 
 
-def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal, by Box and Muller from two uniforms."""
     radius = torch.sqrt(-2.0 * torch.log1p(-uniform(fold(key, 1), shape, dtype)))
     return radius * torch.cos(2.0 * math.pi * uniform(fold(key, 2), shape, dtype))
 
 
-def laplace(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def laplace(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Laplace with scale 1, as the difference of two exponentials."""
     one, other = (torch.log1p(-uniform(fold(key, i), shape, dtype)) for i in (1, 2))
     return one - other

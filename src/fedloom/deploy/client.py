@@ -156,7 +156,7 @@ class Participant:
         deployed = self.algorithm.client_deploy(home, shared, mine, engine.recall(name))
         folder = self.store.of_run(run) / "model"
         if self.plain.predict is predict_with_target:
-            export(folder, name, deployed, self.model.spec, self.algorithm.name)
+            export(folder, name, deployed, self.model.spec, self.algorithm.name, with_code=True)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / "deployed.safetensors", encode(deployed))
@@ -166,7 +166,7 @@ class Participant:
         """``name`` is who the server takes this client for: with keys, who its key belongs to."""
         roster = {name: replace(self.federation.roster[self.name], id=name)}
         federation = replace(self.federation, roster=roster)
-        return Node(federation, self.algorithm, self.config, self.settings.run.seed, name, self.store.secret)
+        return Node(federation, self.algorithm, self.config, self.settings.run.seed, name)
 
     def _memory(self, run: str, version: int) -> Tree | None:
         found = self.store.load(run, version)

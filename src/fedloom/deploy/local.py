@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,16 @@ from typing import Any, NamedTuple
 
 from fedloom import algorithms
 from fedloom.core.config import build
-from fedloom.core.errors import ConfigError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.trial import Trial, deal, network
-from fedloom.progress import Display
-from fedloom.runs.directory import RunDirectory
+from fedloom.progress import WAITS, Display
+from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.lock import locked
 from fedloom.runs.machine import task_named
+from fedloom.runs.trainer import algorithm_of
 
 LINK = "loopback"
 """The link's name in Flower's config."""
@@ -65,9 +67,14 @@ class Federation:
         self.processes = Processes(app.local / "logs", app.local / "flower")
         self.port = self.entry = free_port()
         """Where the link listens; where nodes find it, which is elsewhere with a proxy in between."""
+        self._database = app.local / "flower" / "link.db"
+        self._registered = False
 
     def start_link(self) -> None:
-        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes."""
+        """The link, and Flower's note of where it is. With keys, it speaks TLS and knows its nodes.
+
+        Started again, it knows them from its database, and nodes that still run go on with it.
+        """
         keys, way = self.keys, ["--insecure"]
         trust = "insecure = true"
         if keys:
@@ -76,11 +83,16 @@ class Federation:
             way += ["--ssl-ca-certfile", f"{keys}/ca.pem", "--enable-supernode-auth"]
         note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
         (self.app.local / "flower" / "config.toml").write_text(note)
+        if not self._registered:  # a link of an earlier trial would take its nodes for running
+            for left in self._database.parent.glob(f"{self._database.name}*"):
+                left.unlink()
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *way]
+        command += ["--database", str(self._database)]
         self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
         wait_for_port(self.port, self.processes, "link")
-        for file in sorted((keys / "clients").glob("*.pub")) if keys else ():
+        for file in sorted((keys / "clients").glob("*.pub")) if keys and not self._registered else ():
             self.processes.call(["flwr", "supernode", "register", str(file), LINK])
+        self._registered = True
 
     def start_node(self, client: str, config: Mapping[str, Any]) -> None:
         """A node, with its own folder."""
@@ -173,32 +185,70 @@ def local(app: App, nodes: int, newcomers: int, shown: Display, *, tls: bool = F
     """Run an app with so many nodes from beginning to end, and show its progress; ``tls``: with the keys beside it."""
     if app.out.exists():
         raise RunError(f"{app.out} holds a run; go on with `fedloom deploy resume`, or remove it to begin again.")
+    if newcomers:
+        _check_newcomers(app.settings)
     with started(app, nodes, newcomers, tls=tls) as federation:
         federation.start_run({"out": str(app.out), "nodes": nodes})
         follow(federation, shown)
     return RunDirectory.open(app.out)
 
 
+def _check_newcomers(settings: Settings) -> None:
+    """Refuse newcomers whom the method cannot serve without labels, which a trial deals them none."""
+    algorithm = algorithm_of(settings.method, settings.run)
+    if algorithm.admit is None:
+        raise NeedsError(
+            f"{algorithm.name} has no model for clients that took no part; leave --newcomers out, or choose a method "
+            "that admits newcomers: `fedloom methods`."
+        )
+    if algorithm.admit_labels:
+        raise NeedsError(
+            f"{algorithm.name} admits newcomers by training on their labelled samples, and --newcomers deals samples "
+            "without labels; leave it out, or choose a method that needs none: `fedloom methods`."
+        )
+
+
 def resume(app: App, shown: Display) -> RunDirectory:
-    """Go on with a trial from its last round, with the nodes and the data that it was begun with."""
-    directory, roster = RunDirectory.open(app.out), Roster.read(app)
+    """Go on with a trial from its last round, with the nodes and the data that it was begun with.
+
+    One that was stopped before its first checkpoint begins again, with those nodes and data.
+    """
+    if not app.local.exists():
+        raise RunError(f"{app.folder} holds no trial yet; begin one with `fedloom deploy local {app.folder}`.")
+    roster = Roster.read(app)
     with alone(app):
-        with directory.lock():  # refuses what somebody else works on before anything is started
-            pass
+        begun = _checkpointed(app.out)
         with running(app, roster) as federation:
-            federation.start_run({"out": str(app.out), "nodes": roster.nodes, "resume": True})
+            federation.start_run({"out": str(app.out), "nodes": roster.nodes, "resume": begun})
             follow(federation, shown)
     return RunDirectory.open(app.out)
+
+
+def _checkpointed(out: Path) -> bool:
+    """Whether there is a run to go on with; what was begun without coming to a checkpoint is removed."""
+    if not out.exists():
+        return False
+    if (out / CONFIG).is_file():
+        directory = RunDirectory.open(out)
+        with directory.lock():  # refuses what somebody else works on before anything is started
+            if directory.checkpoints():
+                return True
+    shutil.rmtree(out)
+    return False
 
 
 def follow(federation: Federation, shown: Display) -> None:
     """Show a run that another process writes, until it ends."""
     processes, path = federation.processes, federation.out
     with shown as screen:
-        begun, told = False, 0
+        begun, told, waits = False, 0, 0
         while True:
             over = not processes.alive("run")
             processes.check("link")
+            lines = [line.partition(WAITS)[2] for line in processes.said("run").split("\n")[:-1] if WAITS in line]
+            for text in lines[waits:]:
+                screen.wait(text)
+            waits = len(lines)
             if (path / "environment.json").is_file():
                 directory = RunDirectory.open(path)
                 if not begun:

@@ -36,7 +36,7 @@ class DeployOptions:
         0.5, "Share of the clients asked that must answer; else the round is done again.", low=0, high=1
     )
     repeats: int = option(3, "How often a round without a quorum is done again before the run stops.", low=0)
-    largest: int = option(10**8, "Parameters that a client's model may have; one with more is refused.", low=1)
+    largest: int = option(2 * 10**7, "Parameters that a client's model may have; one with more is refused.", low=1)
     node_keys: str = option("", "Folder with NAME.pub for every client; empty: nodes are not authenticated.")
     deliver: bool = option(True, "At the end every client gets its model, in its own folder.")
 

@@ -27,6 +27,8 @@ NAME = "FEDLOOM_PROCESS"
 """In the environment of a process and of all that it starts: its name. A shell with the same FLWR_HOME has none."""
 PATIENCE = 5.0
 """Seconds that processes have to end by themselves."""
+DEATH = 30.0
+"""Seconds to wait for the end of processes that were killed."""
 
 
 def program(name: str) -> str:
@@ -124,16 +126,19 @@ class Processes:
 
     def kill(self, name: str) -> None:
         """End a process and all that it started at once, as a power cut would."""
+        seen = set(self._left(name))
         self._signal(self.running[name], signal.SIGKILL)
         self.running.pop(name).wait()
-        self._kill_left(name)
+        self._kill_left(seen, name)
 
     def stop(self) -> None:
         """End all, also what an earlier, killed parent left behind: politely, then not."""
+        seen: set[int] = set()
         try:
+            seen |= set(self._left())
             for process in self.running.values():
                 self._signal(process, signal.SIGTERM)
-            for left in self._left():
+            for left in seen:
                 _signal(left, signal.SIGTERM)
             end = time.monotonic() + PATIENCE
             while self._any() and time.monotonic() < end and not self._hurry:
@@ -142,7 +147,7 @@ class Processes:
             for process in self.running.values():
                 self._signal(process, signal.SIGKILL)
                 process.wait()
-            self._kill_left()
+            self._kill_left(seen)
             self.running = {}
 
     def check(self, name: str) -> None:
@@ -153,12 +158,19 @@ class Processes:
     def _any(self) -> bool:
         return any(process.poll() is None for process in self.running.values()) or bool(self._left())
 
-    def _kill_left(self, name: str | None = None) -> None:
-        """Kill until nothing is left: what is killed may have started something meanwhile."""
-        end = time.monotonic() + PATIENCE
-        while (found := self._left(name)) and time.monotonic() < end:
+    def _kill_left(self, seen: set[int], name: str | None = None) -> None:
+        """Kill until nothing is left, nor of those ``seen``: what is killed may have started something meanwhile.
+
+        The environment of a process that dies is gone before its files are closed, and with them its locks and ports.
+        """
+        end, doomed = time.monotonic() + DEATH, seen
+        while time.monotonic() < end:
+            found = self._left(name)
             for left in found:
                 _signal(left, signal.SIGKILL)
+            doomed = {process for process in {*doomed, *found} if not _is_over(process)}
+            if not doomed:
+                return
             time.sleep(0.05)
 
     def _left(self, name: str | None = None) -> list[int]:
@@ -178,6 +190,16 @@ class Processes:
     def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
+
+
+def _is_over(process: int) -> bool:
+    """Whether a process and all its threads have ended, waited for by its parent or not."""
+    folder = Path("/proc") / str(process)
+    try:
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(list((folder / "task").iterdir())) < 2
+    except OSError:
+        return True
 
 
 def _signal(process: int, number: signal.Signals) -> None:

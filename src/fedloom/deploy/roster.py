@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 
 from fedloom.clients.federation import SPLITS, Client, Federation
@@ -21,6 +26,9 @@ from fedloom.core.trees import ClientId, Params, Tree, flatten, unflatten
 from fedloom.engines.flower.lobby import Told
 from fedloom.models.model import Model
 from fedloom.models.spec import ModelSpec
+
+MOST_TENSORS = 5_000
+"""Tensors of a client's network; large ones of today have some hundreds."""
 
 
 class SizeSpec(NamedTuple):
@@ -126,24 +134,52 @@ def check_model(
     """Before a model is built: its client says of it what the method needs (``told``), and it is not too large."""
     if (one.model is None) != (told == "size"):
         raise NeedsError(f"the method needs to be told its {'size alone' if told == 'size' else 'network'}.")
-    size = one.size
-    if one.model is not None:
-        size = (
-            1 if ":" in one.model[0] and one.model[0] not in networks else _size(ModelSpec(*one.model, shape, outputs))
-        )
-    if not 1 <= size <= largest:
-        raise NeedsError(f"it has {size:,} parameters; expected 1 to {largest:,}, as the setting largest says.")
+    if one.model is None:
+        if not 1 <= one.size <= largest:
+            raise NeedsError(f"it has {one.size:,} parameters; expected 1 to {largest:,}, as the setting largest says.")
+    elif ":" not in one.model[0] or one.model[0] in networks:
+        _try_building(ModelSpec(*one.model, shape, outputs), largest)
 
 
-def _size(spec: ModelSpec) -> int:
-    """The number of parameters, at least 1; those that a network sizes when it is used are not counted."""
+def _try_building(spec: ModelSpec, largest: int) -> None:
+    """Build a network up to the point where it is too large: options are a client's, and can ask for endless layers."""
     try:
-        with torch.device("meta"):  # shapes without memory
-            return max(1, sum(p.numel() for p in spec.build().parameters() if not is_lazy(p)))
-    except Exception:
-        if ":" in spec.name:  # a user's network may not be made for this; the app lists it
-            return 1
+        with torch.device("meta"), _counted(largest):  # shapes without memory
+            spec.build()
+    except TooLarge:
         raise
+    except Exception:
+        if ":" not in spec.name:
+            raise
+        with _counted(largest):  # a user's network may not be made for shapes alone
+            spec.build()
+
+
+class TooLarge(NeedsError):
+    """A network that has more than the server wants to build."""
+
+
+@contextmanager
+def _counted(largest: int) -> Iterator[None]:
+    """Within it, no module gets more than so many numbers, or more than ``MOST_TENSORS`` tensors."""
+    tensors = total = 0
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal tensors, total
+        if tensor is None or is_lazy(tensor):
+            return
+        tensors, total = tensors + 1, total + tensor.numel()
+        if total > largest:
+            raise TooLarge(f"it has more than {largest:,} parameters, which the setting largest allows.")
+        if tensors > MOST_TENSORS:
+            raise TooLarge(f"it has more than {MOST_TENSORS:,} tensors.")
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def in_order(clients: Sequence[ClientId]) -> list[ClientId]:

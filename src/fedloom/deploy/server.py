@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import time
@@ -30,7 +31,7 @@ from fedloom.engines.flower.engine import VERSION, Flower, Rules
 from fedloom.engines.flower.lobby import Lobby, Told
 from fedloom.metrics.evaluation import Score
 from fedloom.progress import Display, display
-from fedloom.runs.directory import RunDirectory
+from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.machine import device_of, set_precision, task_named
@@ -41,6 +42,9 @@ OTHER_NETWORK = "has another network than the others; the method needs one for a
 
 PAUSE = 2.0
 """Seconds between looks for nodes."""
+
+Tell = Callable[[str], None]
+"""Takes a text for whoever watches: what is waited for."""
 
 
 def server_app() -> ServerApp:
@@ -62,18 +66,30 @@ def serve(grid: Grid, settings: Settings, shown: Display) -> None:
     """Train, go on with training, or admit newcomers, as the settings say."""
     directory = Path(settings.deploy.out)
     if settings.deploy.admit:
-        admit(grid, settings, RunDirectory.open(directory))
+        admit(grid, settings, RunDirectory.open(directory), shown)
     elif settings.deploy.resume:
-        resume(grid, settings, RunDirectory.open(directory), shown)
+        resume(grid, settings, _begun(directory), shown)
     else:
         start(grid, settings, directory, shown)
+
+
+def _begun(path: Path) -> RunDirectory:
+    """A run that has a checkpoint, from which it can go on."""
+    if not (path / CONFIG).is_file():
+        raise RunError(f"There is no run in {path} to go on with; leave resume out to begin one.")
+    directory = RunDirectory.open(path)
+    if not directory.checkpoints():
+        raise RunError(
+            f"{path} was stopped before its first checkpoint; remove it, and leave resume out to begin again."
+        )
+    return directory
 
 
 def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     """A new run, with the clients that are there when enough are."""
     lobby = lobby_of(grid, settings, secrets.token_hex(8))
     same = algorithm_of(settings.method, settings.run).needs.same_model
-    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, same_model=same)
+    wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait, same_model=same)
     told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
     deployment = Deployment(settings, lobby, told)
     resolved = flat_config(settings.method, deployment.options, settings.config)
@@ -90,16 +106,18 @@ def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displ
         deployment = reopened(grid, settings, directory, "last")
         directory.update_config(rounds=settings.run.rounds)
         directory.rewind(deployment.round)
-        wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait)
+        wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait)
         _run(deployment, directory, shown)
 
 
-def admit(grid: Grid, settings: Settings, directory: RunDirectory) -> None:
+def admit(grid: Grid, settings: Settings, directory: RunDirectory, shown: Display) -> None:
     """Give the newcomers that are connected their models, and change nothing else."""
     which: Any = "last" if directory.best_round() is None else algorithms.get(settings.method).newcomers_at
     deployment = reopened(grid, settings, directory, which)
     end = time.monotonic() + settings.deploy.wait
     deployment.look()
+    if not deployment.newcomers:
+        shown.wait("for newcomers; none is connected")
     while not deployment.newcomers:
         if time.monotonic() > end:
             refused = f" Refused: {'; '.join(deployment.lobby.refused[-3:])}." if deployment.lobby.refused else ""
@@ -187,9 +205,9 @@ class Known(NamedTuple):
         return federation_of(roster, *self)
 
 
-def wait_for(lobby: Lobby, number: int, seconds: float, *, same_model: bool = False) -> None:
+def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_model: bool = False) -> None:
     """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
-    end = time.monotonic() + seconds
+    end, told = time.monotonic() + seconds, -1
     while True:
         lobby.refresh()
         there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
@@ -209,7 +227,14 @@ def wait_for(lobby: Lobby, number: int, seconds: float, *, same_model: bool = Fa
                 f"{len(there)} clients{alike} are connected, and {number} are needed; waited {seconds:g} seconds."
                 f"{refused} Start more nodes, or set nodes lower."
             )
+        if len(there) != told:
+            told = len(there)
+            tell(f"for {number} clients; {_are_connected(told)}")
         time.sleep(PAUSE)
+
+
+def _are_connected(number: int) -> str:
+    return f"{number or 'none'} {'is' if number < 2 else 'are'} connected"
 
 
 class Deployment(Trainer):
@@ -249,6 +274,7 @@ class Deployment(Trainer):
         self._dropped: list[dict[str, Any]] = []
         self._scores: dict[tuple[str, ClientId], Score] = {}
         self._settled = -1
+        self.tell: Tell = lambda text: None
 
     @property
     def present(self) -> tuple[ClientId, ...]:
@@ -274,6 +300,7 @@ class Deployment(Trainer):
                 failures.append(str(error))
                 if len(failures) > self.deploy.repeats:
                     raise
+                self.tell(f"{PAUSE:g} seconds, then does round {self.round + 1} again: {error}")
                 time.sleep(PAUSE)
                 continue
             self._dropped = record["dropped"]
@@ -291,10 +318,14 @@ class Deployment(Trainer):
         return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
 
     def settle(self) -> None:
-        """As ``Trainer.settle``, once a round."""
-        if self._settled != self.round:
+        """As ``Trainer.settle``, once a round. Where nobody answers, the state stays as it was, and the run goes on."""
+        if self._settled == self.round:
+            return
+        try:
             super().settle()
             self._settled = self.round
+        except RoundError:
+            self._dropped += [one._asdict() for one in self.engine.books.dropped]  # into the round's record
 
     def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
         """Admission; what was sent is kept for delivery."""
@@ -343,9 +374,12 @@ class Deployment(Trainer):
             self._take_in(self.lobby.told[client])
 
     def _gather(self) -> None:
-        end = time.monotonic() + self.deploy.wait
+        end, told = time.monotonic() + self.deploy.wait, -1
         self.look()
-        while len(self.present) + 1e-9 < max(1, self.deploy.quorum * self.options.cohort):
+        while len(self.present) + 1e-9 < (need := max(1, self.deploy.quorum * self.options.cohort)):
+            if len(self.present) != told:
+                told = len(self.present)
+                self.tell(f"for {math.ceil(need - 1e-9)} clients in round {self.round + 1}; {_are_connected(told)}")
             if time.monotonic() > end:
                 raise RoundError(
                     f"{len(self.present)} of {len(self.setup.clients)} clients are connected, too few for a round; "
@@ -435,6 +469,7 @@ class Deployment(Trainer):
 
 
 def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
+    deployment.tell = shown.wait
     api.train(deployment, directory, shown)
     if deployment.deploy.deliver:
         deployment.deliver()

@@ -2,10 +2,10 @@
 """A node's own folder: its secret, and the versions of its memory that a server may still count on::
 
     FOLDER/
-      secret                       made at the first start; who has it can take the noise off this client's answers
+      secret                       made at the first start; without keys, who has it is this client
       name                         the client's name, where none is given
       client                       whose folder this is: the first client that used it
-      RUN/memory-12.safetensors    what the client remembers
+      RUN/memory-12.safetensors    what the client remembers, by the number that the server gave it
       RUN/model/                   the model it was given in the end
 
 Files are written beside and then renamed: a node that is killed finds the one or the other whole.
@@ -23,9 +23,10 @@ from tempfile import mkstemp
 from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
-from fedloom.runs.files import TEMPORARY, sweep, write_file, writing
+from fedloom.runs.files import TEMPORARY, write_file, writing
 
 _RUN = re.compile(r"[\w-]{1,64}")
+_MEMORY = re.compile(rf"(?:{re.escape(TEMPORARY)})?memory-(\d+)\.safetensors")
 
 
 class Refusal(RunError):
@@ -92,15 +93,14 @@ class Store:
         return decode(file.read_bytes())
 
     def save(self, run: str, version: int, memory: Tree, keep: set[int]) -> None:
-        """Write a version; all others but ``keep`` go."""
+        """Write a version; older ones but ``keep`` go. Newer ones stay: this may be the late end of an earlier ask."""
         folder = self.of_run(run)
         folder.mkdir(exist_ok=True, mode=0o700)
-        sweep(folder)
         write_file(self._file(run, version), encode(memory))
-        kept = {self._file(run, number) for number in {*keep, version}}
-        for file in folder.glob("memory-*.safetensors"):
-            if file not in kept:
-                file.unlink()
+        for file in folder.iterdir():  # and what a process that was killed left half done
+            found = _MEMORY.fullmatch(file.name)
+            if found and int(found[1]) < version and int(found[1]) not in keep:
+                file.unlink(missing_ok=True)
 
     def _file(self, run: str, version: int) -> Path:
         return self.of_run(run) / f"memory-{version}.safetensors"

@@ -20,7 +20,7 @@ from functools import cache
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError
-from fedloom.core.random import normal
+from fedloom.core.random import Key, normal
 
 
 def delta_of(epsilon: float, sigma: float, sensitivity: float = 1.0) -> float:
@@ -59,7 +59,7 @@ def classical_sigma(epsilon: float, delta: float, sensitivity: float = 1.0) -> f
     return math.sqrt(2.0 * math.log(1.25 / delta)) * sensitivity / epsilon
 
 
-def perturb(value: Tensor, epsilon: float, delta: float, sensitivity: Tensor, key: Tensor) -> Tensor:
+def perturb(value: Tensor, epsilon: float, delta: float, sensitivity: Tensor, key: Key) -> Tensor:
     """``value`` plus the noise that makes it private; inside a client program, with a key of the client's own."""
     sigma = analytic_sigma(epsilon, delta) * sensitivity
     return value + sigma * normal(key, tuple(value.shape), value.dtype)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as files that need no run directory: safetensors, and a loader of three lines."""
+"""A model as files that need no run directory: safetensors, and a loader of a few lines."""
 
 from __future__ import annotations
 
+import importlib
+import sysconfig
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,9 +14,17 @@ from fedloom.core.trees import Tree
 from fedloom.models.spec import ModelSpec
 from fedloom.runs.files import write_file, writing
 
+CODE = "code"
+"""The folder of a user's own network, beside a model."""
 
-def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "") -> Path:
-    """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``."""
+
+def export(
+    folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "", *, with_code: bool = False
+) -> Path:
+    """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``.
+
+    ``with_code``: a network of the user's own is copied beside them, so that they can be moved to where it is not.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     stem = stem or "client-" + quote(client, safe="")
@@ -27,11 +37,33 @@ def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: s
     metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
     path = folder / f"{stem}.safetensors"
     write_file(path, safetensors.torch.save(weights, metadata))
+    path_of_code = ""
+    if with_code and _copy_code(spec.name, folder / CODE):
+        path_of_code = f'import sys\nsys.path.insert(0, str(Path(__file__).parent / "{CODE}"))\n'
     loader = (
         "from pathlib import Path\n"
         "from fedloom.models.load import load_model\n"
+        f"{path_of_code}"
         f'model = load_model(Path(__file__).with_suffix(".safetensors"), {str(spec)!r}, '
         f"input_shape={spec.input_shape}, num_outputs={spec.num_outputs})\n"
     )
     write_file(folder / f"{stem}.py", loader.encode())
     return path
+
+
+def _copy_code(name: str, folder: Path) -> bool:
+    """Copy the module or package of the network at an import path; False for what is installed, or fedloom's own."""
+    if ":" not in name:
+        return False
+    top = importlib.import_module(name.partition(":")[0].partition(".")[0])
+    source = Path(top.__file__ or next(iter(top.__path__)))
+    if any(source.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")):
+        return False
+    root = source.parent if source.name == "__init__.py" else source
+    files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+    for file in files:
+        place = folder / file.relative_to(root.parent)
+        with writing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        write_file(place, file.read_bytes())
+    return True

@@ -16,6 +16,9 @@ from fedloom.deploy.options import read
 from fedloom.deploy.server import Deployment, check_of
 from fedloom.engines.flower.lobby import Lobby
 
+MUTE = "mute"
+"""In the place of an answer: none."""
+
 Fault = Callable[[str, RecordDict, RecordDict], RecordDict | str]
 """(type, what was asked, the honest reply) -> what the client sends instead."""
 
@@ -30,6 +33,7 @@ class Nearby(Lobby):
         self.node_config: dict[str, dict[str, Any]] = {}
         self.faults: dict[str, Fault] = {}
         self.letters: list[tuple[str, str, RecordDict, RecordDict | str]] = []
+        self.answers: dict[str, RecordDict | str] = {}
         for client in federation.roster:
             self.connect(client)
 
@@ -44,8 +48,15 @@ class Nearby(Lobby):
         """Its node goes."""
         self.clients = {node: name for node, name in self.clients.items() if name != client}
 
-    def send(self, kind: str, contents: Mapping[int, RecordDict], timeout: float) -> dict[int, RecordDict | str]:
-        return {node: self._answer(kind, self.clients[node], content) for node, content in contents.items()}
+    def push(self, kind: str, contents: Mapping[int, RecordDict], timeout: float) -> dict[str, int]:
+        sent = {f"{kind} {node} {len(self.letters)}": node for node in contents}
+        for message, node in sent.items():
+            self.answers[message] = self._answer(kind, self.clients[node], contents[node])
+        return sent
+
+    def pull(self, messages: list[str]) -> dict[str, RecordDict | str]:
+        there = {message: self.answers[message] for message in messages}
+        return {message: answer for message, answer in there.items() if answer != MUTE}
 
     def _infos(self) -> list[Any]:
         return [SimpleNamespace(node_id=node, public_key=b"") for node in self.clients]
@@ -73,7 +84,14 @@ def table_of(method: str, federation: Federation, **changes: Any) -> dict[str, A
     local = {"local-epochs": 2, "batch-size": 4, "local-lr": 0.05, "clip": 0.5}
     outputs = next(iter(federation.models.values())).num_outputs
     about = {"input-shape": shape, "num-outputs": outputs, "task": "classification", "device": "cpu"}
-    rest = {"dtype": "float64", "threads": 1, "cohort": 99, "networks": "testnets:Normed", "wait": 0.0, "quorum": 0.0}
+    rest = {
+        "dtype": "float64",
+        "threads": 1,
+        "cohort": 99,
+        "networks": "testnets:Normed,testnets:Endless",
+        "wait": 0.0,
+        "quorum": 0.0,
+    }
     own = {name.replace("_", "-"): value for name, value in changes.items()}
     return {"method": method, **local, **about, **rest, **own}
 

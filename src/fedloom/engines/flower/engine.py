@@ -2,13 +2,15 @@
 """``ask`` over Flower's Grid: one message per client, all at once; late, missing and bad replies are left out by name.
 
 Clients keep their memory themselves, in numbered versions. The engine knows the number of each client's present
-version, and nothing of what is in it: an ask says which version to start from, and only a reply that is used makes the
-next version the present one. So a reply that came too late, or a server that was killed and goes on from its last
+version, and nothing of what is in it: an ask says which version to start from and which to write, and only a reply that
+is used makes what was written the present one. No number is given twice, and later ones are greater. So a client that
+still works on an earlier round when the next has begun, or a server that was killed and goes on from its last
 checkpoint, leaves no client with a memory that the server does not count on.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ from fedloom.engines.flower.codec import Malformed, describe, facts_of, pack, tr
 
 ASK = "train"
 """Flower's type of the messages."""
+
+EVALUATION = "evaluate."
+"""How the names of programs that try a model begin."""
 
 VERSION = "version"
 
@@ -54,10 +59,19 @@ class Flower(AbstractEngine):
         self.plain, self.run, self.exchange, self.rules = plain, run, exchange, rules
         self.saved: dict[ClientId, int] = {}
         """The versions in the last checkpoint, which clients must not forget."""
+        self._newest = 0
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
-        """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count."""
-        replies = super().ask(program, shared, mine)
+        """As ``AbstractEngine.ask``; an ask of a round with fewer usable replies than the quorum does not count.
+
+        An evaluation that nobody answers stops nothing: training goes on, and the scores are the worst there are.
+        """
+        try:
+            replies = super().ask(program, shared, mine)
+        except RoundError:
+            if not program.name.startswith(EVALUATION):
+                raise
+            return PerClient.empty(())
         if isinstance(self._stage, int) and len(replies) + 1e-9 < self.rules.quorum * len(mine):  # 0.28 of 25 is 7
             raise RoundError(
                 f"{len(replies)} of {len(mine)} clients gave a usable reply to {program.name}, fewer than the quorum "
@@ -83,14 +97,14 @@ class Flower(AbstractEngine):
 
     def attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
         """Ask all, and take each answer by itself: nobody's fault is another's."""
-        told = describe(program, self.plain, self.algorithm)
-        contents = {client: self._content(program, told, client, shared, mine[client]) for client in group}
+        told, new = describe(program, self.plain, self.algorithm), self._new_version()
+        contents = {client: self._content(told, client, new, shared, mine[client]) for client in group}
         answers = self.exchange(ASK, contents, self.rules.timeout)
         outcomes = []
         for client in group:
             expected = program.expects(shared, mine[client])
             try:
-                outcomes.append(self._outcome(program, client, expected, answers.get(client, "is gone")))
+                outcomes.append(self._outcome(program, client, new, expected, answers.get(client, "is gone")))
             except Malformed as fault:
                 self.books.dropped.append(Dropped(client, program.name, str(fault)))
             except Exception as error:  # whatever a stranger made of it
@@ -98,13 +112,18 @@ class Flower(AbstractEngine):
                 self.books.dropped.append(Dropped(client, program.name, reason))
         return outcomes
 
-    def _content(self, program: Program, told: str, client: ClientId, shared: Tree, own: Tree) -> RecordDict:
-        version = int(self.recall(client)[VERSION])
+    def _new_version(self) -> int:
+        """Greater than all before, also than those that an earlier server gave after its last checkpoint."""
+        known = [int(tree[VERSION]) for tree in self.memory.values()]
+        self._newest = max([time.time_ns() // 1000, self._newest + 1, *(version + 1 for version in known)])
+        return self._newest
+
+    def _content(self, told: str, client: ClientId, new: int, shared: Tree, own: Tree) -> RecordDict:
         facts: dict[str, str | int] = {
             **self._ticket(client),
             "program": told,
-            "from_version": version,
-            "to_version": version + 1,
+            "from_version": int(self.recall(client)[VERSION]),
+            "to_version": new,
             "saved_version": self.saved.get(client, 0),
         }
         return pack(facts, shared=shared, mine=own)
@@ -113,7 +132,9 @@ class Flower(AbstractEngine):
         """What an ask and its reply have in common."""
         return {"run": self.run, "client": client, "stage": self._stage, "ask": self._asks}
 
-    def _outcome(self, program: Program, client: ClientId, expected: Tree, answer: RecordDict | str) -> Outcome:
+    def _outcome(
+        self, program: Program, client: ClientId, new: int, expected: Tree, answer: RecordDict | str
+    ) -> Outcome:
         if isinstance(answer, str):
             raise Malformed(answer)
         facts = facts_of(answer)
@@ -123,14 +144,21 @@ class Flower(AbstractEngine):
             if facts.get(name) != value:
                 raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
         reply = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
-        types = {leaf.dtype for _, leaf in leaves(reply)} - {self.federation.dtype, torch.int32, torch.int64}
-        if types:
-            raise Malformed(f"replied with numbers of type {types.pop()}; expected {self.federation.dtype}")
-        if program.name.startswith("evaluate."):
+        self._check_types(expected, reply)
+        if program.name.startswith(EVALUATION):
             _check_sums(reply, self.federation.task)
         before = self.recall(client)
-        after = {VERSION: before[VERSION] + 1} if facts.get("remembers") is True else before
+        after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
         return Outcome(PerClient.of({client: reply}), PerClient.of({client: after}))
+
+    def _check_types(self, expected: Tree, reply: Tree) -> None:
+        """Numbers are of the federation's type where a reply's form has fractions, else of the form's own."""
+        wanted = {
+            path: self.federation.dtype if leaf.is_floating_point() else leaf.dtype for path, leaf in leaves(expected)
+        }
+        for path, leaf in leaves(reply):
+            if leaf.dtype != wanted.get(path, leaf.dtype):  # a path too many is refused with the shapes
+                raise Malformed(f"replied with numbers of type {leaf.dtype} for {path}; expected {wanted[path]}")
 
 
 def _check_sums(reply: Tree, task: Task) -> None:

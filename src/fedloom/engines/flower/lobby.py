@@ -28,6 +28,9 @@ POLL = 0.3
 PATIENCE = 120.0
 """Seconds to wait for a greeting, and until a node that was refused is greeted again."""
 
+GRACE = 30.0
+"""Seconds of these for which everybody waits with a node that just came; after that only it does."""
+
 NAME = re.compile(r"(?!\.)[\w.-]{1,64}")
 """A client's name: it can name a file, and no other folder."""
 
@@ -63,21 +66,40 @@ class Lobby:
         """Nodes that are no clients, and why."""
         self._strangers: dict[int, float] = {}
         """When to try nodes again that are no clients yet."""
+        self._hailed: dict[str, tuple[int, float]] = {}
+        """Greetings that were not answered yet: by message, the node and when to give it up."""
 
     def refresh(self) -> None:
-        """Say hello to nodes that are new; forget those that are gone."""
+        """Say hello to nodes that are new; forget those that are gone.
+
+        A node that is mute when it comes holds everybody up for ``GRACE`` seconds, once.
+        """
         infos = {info.node_id: info for info in self.grid.get_nodes()}
         self.nodes = {client: node for client, node in self.nodes.items() if node in infos}
-        known, now = set(self.nodes.values()), time.monotonic()
+        self._hailed = {message: one for message, one in self._hailed.items() if one[0] in infos}
+        known, now = {*self.nodes.values(), *(node for node, _ in self._hailed.values())}, time.monotonic()
         fresh = [node for node in sorted(infos) if node not in known and self._strangers.get(node, now) <= now]
-        contents = {node: pack({"run": self.run}) for node in fresh}
-        for node, answer in self.send(HELLO, contents, PATIENCE).items():
-            try:
-                self._greet(node, self._name(infos[node]), answer)
-            except Malformed as fault:
-                self._turn_away(node, f"node {node} {fault}")
-            except Exception as error:  # whatever a stranger made of it
-                self._turn_away(node, f"node {node} sent a greeting that cannot be used ({type(error).__name__})")
+        sent = self.push(HELLO, {node: pack({"run": self.run}) for node in fresh}, PATIENCE)
+        self._hailed |= {message: (node, now + PATIENCE) for message, node in sent.items()}
+        first = {message for message, node in sent.items() if node not in self._strangers}
+        while True:
+            for message, answer in self.pull(list(self._hailed)).items():
+                self._answered(infos[self._hailed.pop(message)[0]], answer)
+            late = [message for message, (_, last) in self._hailed.items() if time.monotonic() > last]
+            for message in late:
+                self._answered(infos[self._hailed.pop(message)[0]], f"did not answer within {PATIENCE:g} seconds")
+            if first.isdisjoint(self._hailed) or time.monotonic() >= now + GRACE:
+                return
+            time.sleep(POLL)
+
+    def _answered(self, info: Any, answer: RecordDict | str) -> None:
+        node = info.node_id
+        try:
+            self._greet(node, self._name(info), answer)
+        except Malformed as fault:
+            self._turn_away(node, f"node {node} {fault}")
+        except Exception as error:  # whatever a stranger made of it
+            self._turn_away(node, f"node {node} sent a greeting that cannot be used ({type(error).__name__})")
 
     def refuse(self, client: ClientId, reason: str) -> None:
         """A client that was greeted is none, after all."""
@@ -98,22 +120,33 @@ class Lobby:
         return found | {there[node]: answer for node, answer in answers.items()}
 
     def send(self, kind: str, contents: Mapping[int, RecordDict], timeout: float) -> dict[int, RecordDict | str]:
-        """The same for nodes. Replies are told apart by the message they reply to: none is taken for another's."""
+        """The same for nodes: it ends when all have replied, or after ``timeout`` seconds with the replies of some."""
+        waiting = self.push(kind, contents, timeout)
+        found: dict[int, RecordDict | str] = dict.fromkeys(contents, "could not be reached")
+        found |= dict.fromkeys(waiting.values(), f"did not answer within {timeout:g} seconds")
+        end = time.monotonic() + timeout
+        while waiting and time.monotonic() < end:
+            for message, answer in self.pull(list(waiting)).items():
+                found[waiting.pop(message)] = answer
+            time.sleep(POLL if waiting else 0)
+        return found
+
+    def push(self, kind: str, contents: Mapping[int, RecordDict], timeout: float) -> dict[str, int]:
+        """Send to nodes: ``{message: node}`` of those that could be sent."""
         if not contents:
             return {}
         # a message that waited longer than its sender is not worth running
         letters = [Message(c, dst_node_id=node, message_type=kind, ttl=timeout) for node, c in contents.items()]
         ids = list(self.grid.push_messages(letters))
-        waiting = {message: node for message, node in zip(ids, contents) if message}
-        found: dict[int, RecordDict | str] = dict.fromkeys(contents, "could not be reached")
-        found |= dict.fromkeys(waiting.values(), f"did not answer within {timeout:g} seconds")
-        end = time.monotonic() + timeout
-        while waiting and time.monotonic() < end:
-            for reply in self.grid.pull_messages(list(waiting)):
-                node = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None:
-                    found[node] = f"failed: {reply.error.reason}" if reply.has_error() else reply.content
-            time.sleep(POLL if waiting else 0)
+        return {message: node for message, node in zip(ids, contents) if message}
+
+    def pull(self, messages: list[str]) -> dict[str, RecordDict | str]:
+        """The answers to messages that are there. Each names the message it is for: none is taken for another's."""
+        found: dict[str, RecordDict | str] = {}
+        for reply in self.grid.pull_messages(messages) if messages else ():
+            if reply.metadata.reply_to_message_id in messages:
+                answer = f"failed: {reply.error.reason}" if reply.has_error() else reply.content
+                found[reply.metadata.reply_to_message_id] = answer
         return found
 
     def _name(self, info: Any) -> ClientId | None:

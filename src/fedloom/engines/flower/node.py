@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's side of an ask: the sequential engine for the one client that lives here, with a secret of its own."""
+"""A client's side of an ask: the sequential engine for the one client that lives here, with noise of its own."""
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Home, Model, Program
-from fedloom.core.random import seed_of
+from fedloom.core.random import Fresh
 from fedloom.core.trees import ClientId, Tree, leaves
 from fedloom.engines.engine import SPOILT, ClientFault
 from fedloom.engines.sequential import Sequential, run_client
@@ -21,20 +20,17 @@ from fedloom.engines.sequential import Sequential, run_client
 class Node(Sequential):
     """The batches and the draws in training are those of a simulation with the same seed; noise for privacy is not.
 
-    ``home.key`` is what client programs draw that noise from. Here it is made of the client's secret and of the
-    machine's own randomness, anew for every ask: noise that came twice could be subtracted.
+    ``home.key`` is what client programs draw that noise from. The server knows the seed, and noise that it could
+    compute, or that came twice, could be subtracted: here it comes from the operating system.
     """
 
-    def __init__(
-        self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, client: ClientId, secret: str
-    ) -> None:
+    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, client: ClientId) -> None:
         super().__init__(federation, algorithm, config, seed)
-        self.client, self._secret = client, secret
+        self.client = client
 
     def home(self, client: ClientId, num_samples: Tensor, key: Tensor, guest: Model | None = None) -> Home:
-        """As ``AbstractEngine.home``, with a key that nobody has had or will have."""
-        plain = super().home(client, num_samples, key, guest)
-        return replace(plain, key=torch.full_like(key, seed_of(self._secret, secrets.token_hex(32), int(key))))
+        """As ``AbstractEngine.home``, without a key that somebody else could have."""
+        return replace(super().home(client, num_samples, key, guest), key=Fresh(self.federation.device))
 
     def answer(
         self, program: Program, stage: int | str, ask: int, shared: Tree, mine: Tree, memory: Tree | None
