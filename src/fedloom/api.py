@@ -525,14 +525,17 @@ def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
     if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
-            "as in this federation."
+            f"as in this federation{'' if lowest == 0 else ', or -1 where a label is not known'}."
         )
     return whole
 
 
 def _tensor(values: Any, what: str) -> Tensor:
     try:
-        return torch.as_tensor(values).detach()
+        found = torch.as_tensor(values).detach()
+        if found.is_complex():
+            raise TypeError
+        return found
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
             f"The {what} cannot be made a tensor: got a {type(values).__name__}; expected an array of numbers."

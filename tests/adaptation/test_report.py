@@ -40,6 +40,8 @@ def told(memory, samples: int = 20, known: float = 100.0):
         (memory_of([18.0, 2.0]), "corrected", "found in 20 unlabelled samples, which differ from the federation's"),
         (memory_of([18.0, 2.0], labelled=5), "corrected", "in 5 labelled and 15 unlabelled samples"),
         (memory_of([4.5, 0.5], 0.25, 12.0), "shrunk", "as if from 5.0 of 20 unlabelled samples: the scores"),
+        (memory_of([18.0, 2.0], 0.25, 12.0, labelled=20), "corrected", "in 20 labelled samples, which differ from"),
+        (memory_of([18.0, 2.0], 0.25, 12.0, labelled=20), "corrected", "though the scores do not fit them"),
         (memory_of([0.0, 0.0], 0.0, 900.0, True), "plain", "The plain predictor is kept: the scores of 20 unlabelled"),
     ],
 )
