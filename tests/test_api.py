@@ -420,6 +420,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
     "a number": (lambda x, y: (1.0, y), "Got samples of shape ()"),
     "no samples": (lambda x, y: (x[:0], y[:0]), "admit got no samples; give the newcomer at least one."),
     "text": (lambda x, y: (["a", "b"], y), "The samples cannot be made a tensor: got a list; expected an array"),
+    "complex numbers": (lambda x, y: (x.to(torch.complex64), y), "The samples cannot be made a tensor"),
     "rows of several lengths": (lambda x, y: ([[1.0], [1.0, 2.0]], y), "The samples cannot be made a tensor"),
     "NaN": (lambda x, y: (x / 0 * 0, y), "Got samples with NaN or infinite values; remove or replace them."),
     "fewer labels": (lambda x, y: (x, y[:-1]), "Got labels of shape"),

@@ -437,11 +437,16 @@ def _best(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _better(metrics: Mapping[str, float], task: Any, best: Mapping[str, Any] | None) -> bool:
-    """Selection by validation, never by test; the later of two equals is kept out."""
-    name = f"deployed/participants/val/{task.metric_name}"
-    if name not in metrics:
+    """Selection by validation, never by test; the later of two equals is kept out.
+
+    An adapted run's best round is that of the plain method: participants know their classes and hardly gain by a model
+    that tells all classes apart; newcomers do.
+    """
+    names = [f"{model}/participants/val/{task.metric_name}" for model in ("plain", "deployed")]
+    name = next((name for name in names if name in metrics), None)
+    if name is None:
         return False
-    if best is None:
+    if best is None or name not in best:
         return True
     gain = float(metrics[name] - best[name])
     return gain > 0 if task.higher_is_better else gain < 0
@@ -536,14 +541,17 @@ def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
     if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
-            "as in this federation."
+            f"as in this federation{'' if lowest == 0 else ', or -1 where a label is not known'}."
         )
     return whole
 
 
 def _tensor(values: Any, what: str) -> Tensor:
     try:
-        return torch.as_tensor(values).detach()
+        found = torch.as_tensor(values).detach()
+        if found.is_complex():
+            raise TypeError
+        return found
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
             f"The {what} cannot be made a tensor: got a {type(values).__name__}; expected an array of numbers."

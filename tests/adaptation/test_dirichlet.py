@@ -127,6 +127,32 @@ def test_the_credible_interval_holds_what_it_promises_when_classes_are_hard_to_t
     assert ((sure[0][:, 0].numpy() < truth) & (truth < sure[1][:, 0].numpy())).mean() < 0.8
 
 
+@pytest.mark.parametrize("distance", [2.0, 4.0])
+def test_the_credible_interval_holds_what_it_promises_where_clients_are_unlike(distance: float) -> None:
+    """Ten classes, of which a client has few: many shares are almost none, and samples say so."""
+    rng, alpha = np.random.default_rng(0), torch.full((10,), 0.1).double()
+    truth = rng.dirichlet(alpha.numpy(), 200)
+    labels = np.stack([rng.choice(10, 30, p=shares) for shares in truth])
+    x = rng.standard_normal((200, 30, 10)) + distance * np.eye(10)[labels]
+    low, high = (bound.numpy() for bound in estimate(torch.as_tensor(distance * x), alpha).interval(0.9))
+    assert 0.87 < ((low <= truth) & (truth <= high)).mean() < 0.96
+
+
+def test_the_credible_interval_of_a_class_without_samples_is_that_of_labels() -> None:
+    """Scores that leave no doubt are labels, for the classes that nobody voted for too; and none at all is possible."""
+    alpha, labels = torch.tensor([0.02, 0.02, 0.3]).double(), torch.zeros(50, dtype=torch.int64)
+    seen = estimate(1e3 * torch.eye(3).double()[labels], alpha).interval()
+    known = estimate(torch.zeros(50, 3).double(), alpha, labels).interval()
+    torch.testing.assert_close(torch.stack(seen), torch.stack(known))
+    assert seen[0][1] == 0 and seen[0][0] < 0.99 * seen[1][0]
+
+
+def test_the_credible_interval_of_very_many_samples_of_one_class_is_of_numbers() -> None:
+    alpha = torch.tensor([1e-3, 1e-3])
+    found = Estimate(torch.tensor([1e5, 0.0]), alpha, torch.tensor([1e5, 1e5])).interval()
+    assert torch.stack(found).isfinite().all()
+
+
 def test_a_stream_of_one_batch_is_the_estimate_and_forgetting_follows_a_drift() -> None:
     alpha = torch.full((3,), 0.2).double()
     first, second = sharp(torch.tensor([0] * 30), 3), sharp(torch.tensor([2] * 30), 3)

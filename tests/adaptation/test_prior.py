@@ -72,6 +72,25 @@ def test_a_class_that_nobody_has_keeps_its_bias_near_that_of_the_others() -> Non
     assert abs(float(bias[2])) < 3 and asked.count("calibrate") < 15
 
 
+def test_scores_that_say_the_opposite_leave_no_bias_to_vote_for_one_class() -> None:
+    federation, played = settled(unseen=1)
+    assert float(played.state.slope) > 0.01
+    params = played.state.base["params"]
+    last = list(params)[-2:]
+    turned = {**params, **{name: -params[name] for name in last}}
+    played.engine.begin("settling")
+    played.state = PRIOR.settle(
+        played.setup, played.state._replace(base={**played.state.base, "params": turned}), played.engine.ask
+    )
+    assert float(played.state.slope) < 0.01 and not played.state.bias.any()
+    federation.y[torch.as_tensor(federation.roster["5"].rows["train"])] = -1
+    played.engine.begin("admission")
+    PRIOR.admit(played.setup, played.state, Cohort(3, ("5",)), played.engine.ask)
+    alpha = played.state.alpha
+    found = shares(played.engine.memory["5"]["label_counts"], alpha)
+    torch.testing.assert_close(found, alpha / alpha.sum(), atol=0.05, rtol=0)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_agree(engine: str) -> None:
     one, other = settled("sequential", unseen=2)[1], settled(engine, unseen=2)[1]

@@ -12,6 +12,8 @@ import torch
 
 import fedloom
 from fedloom.adaptation.report import report
+from fedloom.api import _better
+from fedloom.core.task import CLASSIFICATION
 from fedloom.data.registry import load as load_data
 
 DIGITS = load_data("digits")
@@ -40,6 +42,8 @@ def told(memory, samples: int = 20, known: float = 100.0):
         (memory_of([18.0, 2.0]), "corrected", "found in 20 unlabelled samples, which differ from the federation's"),
         (memory_of([18.0, 2.0], labelled=5), "corrected", "in 5 labelled and 15 unlabelled samples"),
         (memory_of([4.5, 0.5], 0.25, 12.0), "shrunk", "as if from 5.0 of 20 unlabelled samples: the scores"),
+        (memory_of([18.0, 2.0], 0.25, 12.0, labelled=20), "corrected", "in 20 labelled samples, which differ from"),
+        (memory_of([18.0, 2.0], 0.25, 12.0, labelled=20), "corrected", "though the scores do not fit them"),
         (memory_of([0.0, 0.0], 0.0, 900.0, True), "plain", "The plain predictor is kept: the scores of 20 unlabelled"),
     ],
 )
@@ -104,6 +108,21 @@ def test_an_adapted_run_is_not_adapted_twice(trained: Path) -> None:
     x = torch.as_tensor(DIGITS.x[:7])
     once, again = (fedloom.load(trained, adapt=adapt).admit(DIGITS.x[:20]) for adapt in (None, "prior"))
     assert torch.equal(once.predict(x), again.predict(x))
+
+
+def test_an_adapted_run_is_best_where_the_plain_one_is(trained: Path, tmp_path: Path) -> None:
+    """Participants who are told their classes fare well long before newcomers' classes can be told apart."""
+    plain = fedloom.run("fedavg", out=tmp_path / "plain", progress="quiet", **SKEWED).summary["best"]
+    adapted = fedloom.load(trained).summary["best"]
+    name = "participants/val/accuracy"
+    assert adapted["round"] == plain["round"] and adapted[f"plain/{name}"] == plain[f"deployed/{name}"]
+    assert adapted[f"deployed/{name}"] > plain[f"deployed/{name}"]
+
+
+def test_adapted_participants_do_not_choose_the_round() -> None:
+    early = {"plain/participants/val/accuracy": 0.4, "deployed/participants/val/accuracy": 0.9}
+    late = {"plain/participants/val/accuracy": 0.6, "deployed/participants/val/accuracy": 0.8}
+    assert _better(late, CLASSIFICATION, early) and not _better(early, CLASSIFICATION, late)
 
 
 @pytest.mark.parametrize("options", [{"val_share": 0.0}, {"adapt_clip": 1.0}, {"adapt_clip": 10.0, "adapt_noise": 1.0}])

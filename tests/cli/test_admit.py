@@ -56,6 +56,9 @@ def test_refusals(refused, trained: Path, tmp_path: Path) -> None:
     assert "has the arrays y; expected x, optionally y" in refused("admit", trained, "--data", tmp_path / "no-x.npz")
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 4), np.float32))
     assert "Got samples of shape (3, 4)" in refused("admit", trained, "--data", tmp_path / "odd.npz")
+    np.savez(tmp_path / "far.npz", x=load_data("digits").x[:3], y=[0, 10, -1])
+    told = refused("admit", trained, "--data", tmp_path / "far.npz", "--adapt", "prior")
+    assert "whole numbers from 0 to 9, as in this federation, or -1 where a label is not known." in told
     assert "Unknown value for --adapt 'priors'" in refused("evaluate", trained, "--adapt", "priors")
     assert "--adapt-noise needs --adapt-clip" in refused("run", "fedavg", "--adapt", "prior", "--adapt-noise", "1")
     assert "would count it twice" in refused("run", "pfedhn", "--adapt", "prior")

@@ -28,6 +28,8 @@ from fedloom.core.trees import ClientId, Params, Tree
 MAX_ASKS = 20
 HOLD = 1.0
 """Half of this times the squared biases is added to the loss: classes that no client can compare stay as they are."""
+LEAST = 1e-3
+"""The slope of scores that say nothing about the class, or the opposite of it."""
 
 
 class Privacy(NamedTuple):
@@ -66,7 +68,9 @@ def fit(
         step = -torch.linalg.solve(curve + ridge, grad)
         if float(-grad @ step) < 1e-12 * max(count, 1.0):
             break
-    slope, bias = point[0].clamp(min=1e-3), point[1:] - point[1:].mean()
+    slope, bias = point[0].clamp(min=LEAST), point[1:] - point[1:].mean()
+    if float(point[0]) <= LEAST:
+        bias = torch.zeros_like(bias)  # alone, it would make all samples of every newcomer vote for one class
     return {"slope": slope.to(setup.dtype), "bias": bias.to(setup.dtype)}
 
 

@@ -21,6 +21,8 @@ from fedloom.core.errors import ConfigError
 
 STEPS = 50
 """Steps of EM: more of them change nothing that can be seen in an accuracy."""
+NONE = 1e-9
+"""A lower bound below this is told as 0: the client may have none of the class."""
 
 
 class Estimate(NamedTuple):
@@ -39,11 +41,15 @@ class Estimate(NamedTuple):
         """Credible interval of each share: equal tails of a Beta, and the mean where that lies outside of them."""
         from scipy import stats  # a second to import, and no client needs it
 
-        mean = self.shares.double().cpu().numpy()
-        size = (self.alpha.sum() + self.evidence).double().cpu().numpy()
+        alpha = self.alpha.double().cpu()
+        total, mean = alpha.sum(), shares(self.counts.double().cpu(), alpha)  # single precision rounds shares to 1
+        # samples only add to a Dirichlet: the Beta of a class is never wider than that of the federation
+        least = torch.maximum(alpha / mean, (total - alpha) / (1 - mean))
+        size = torch.maximum(total + self.evidence.double().cpu(), least)
         tails = ((1 - level) / 2, (1 + level) / 2)
         low, high = (torch.as_tensor(stats.beta.ppf(q, mean * size, (1 - mean) * size)) for q in tails)
-        return torch.minimum(low, torch.as_tensor(mean)), torch.maximum(high, torch.as_tensor(mean))
+        low = torch.where(low < NONE, 0.0, low)
+        return torch.minimum(low, mean), torch.maximum(high, mean)
 
 
 def shares(counts: Tensor, alpha: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Se
     misfit, weight, labelled = float(found["misfit"]), float(found["weight"]), round(float(found["labelled"]))
     known = float(reference["samples"]) > 0
     fit = Test(misfit, STATISTICS, float(stats.chi2.sf(misfit, STATISTICS))) if known else None
-    decision: Any = "plain" if bool(memory["keep_plain"]) else "shrunk" if weight < 1 else "corrected"
+    shrunk = weight < 1 and labelled < samples  # labels count in full
+    decision: Any = "plain" if bool(memory["keep_plain"]) else "shrunk" if shrunk else "corrected"
     sentence = _sentence(samples, labelled, shift, fit, weight, decision)
     return Report(samples, labelled, shares, shift, fit, weight, decision, sentence)
 
@@ -97,7 +98,7 @@ def _sentence(samples: int, labelled: int, shift: Test, fit: Test | None, weight
         differ = "differ" if shift.p < RARE else "do not visibly differ"
         fits = "and whether the scores fit them could not be checked, for want of participants' validation data"
         if fit is not None:
-            fits = f"and the scores fit them ({_in_words(fit)})"
+            fits = f"{'and the scores fit' if weight == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
         return (
             f"Corrected with the label shares found in {source}, which {differ} from the federation's "
             f"({_in_words(shift)}), {fits}."

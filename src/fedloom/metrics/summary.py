@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of many clients as named numbers: ``deployed/participants/test/accuracy`` and its like.
 
-The parts of a name: whose model (``deployed``: what each client would use; ``global``: the method's global model),
-which clients (``participants`` or ``unseen``), which split, which metric. The plain metric is the mean over clients,
-each counted once (pFedHN's "federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over
-clients; ``_worst10`` and ``_best10`` are the means over the tenth of the clients that fare worst and best, one client
-at least.
+The parts of a name: whose model (``deployed``: what each client would use; ``global``: the method's global model;
+``plain``: what clients of an adapted method would use without the adaptation), which clients (``participants`` or
+``unseen``), which split, which metric. The plain metric is the mean over clients, each counted once (pFedHN's
+"federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over clients; ``_worst10`` and
+``_best10`` are the means over the tenth of the clients that fare worst and best, one client at least.
 """
 
 from __future__ import annotations

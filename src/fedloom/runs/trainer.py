@@ -176,7 +176,22 @@ class Trainer:
         found: dict[str, float] = {}
         for part in ("val", "test"):
             found |= summarise(self.evaluate(part, clients), self.setup.task, "participants", part)
+        if self.options.adapt != "none":
+            found |= summarise(self._evaluate_plain("val", clients), self.setup.task, "participants", "val", "plain")
         return found
+
+    def _evaluate_plain(self, split: str, clients: Sequence[ClientId]) -> dict[ClientId, Score]:
+        """The scores of an adapted method as it is without its adaptation."""
+        state = self.base.state(**self.state.base)
+        self.engine.begin(f"evaluation after round {self.round}")
+        return evaluate(
+            self.base,
+            lambda some: self.base.personalise(self.setup, state, some),
+            self.federation.having(split, clients),
+            split,
+            self.engine.ask,
+            higher_is_better=self.setup.task.higher_is_better,
+        )
 
     def admit(self, newcomers: Sequence[ClientId]) -> Sent:
         """What the method sends to clients that took no part."""
