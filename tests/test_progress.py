@@ -47,7 +47,7 @@ def test_plain_has_a_line_per_evaluation(capsys):
     assert out == ""
     assert err.splitlines() == [
         HEADLINE,
-        "round 2/2: accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped",
+        "round 2/2: accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped so far",
         "saved in runs/x",
     ]
 
@@ -71,7 +71,7 @@ def test_rich_has_a_bar_and_the_newest_numbers(capsys, monkeypatch):
     assert out == ""
     assert HEADLINE in err
     assert "2/2" in err
-    assert "accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped" in err
+    assert "accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped so far" in err
     assert "saved in runs/x" in err
 
 

@@ -148,7 +148,7 @@ class News:
         scores = [f"{split} {value:.4f}" for split, value in known.items() if value is not None]
         parts = [f"{self._metric} {' '.join(scores)}"] if scores else []
         parts += [f"local loss {self._loss:.4f}"] if self._loss is not None else []
-        parts += [f"{self._dropped} dropped"] if self._dropped else []
+        parts += [f"{self._dropped} dropped so far"] if self._dropped else []
         return ", ".join(parts)
 
 

@@ -49,6 +49,8 @@ def test_init_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
     assert "did you mean 'pfedhn'" in refused("deploy", "init", "ward", "--method", "pfedhm")
     assert "Unknown setting" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "round=3")
     assert "NAME=VALUE" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds")
+    assert "'nosuch'" in refused("deploy", "init", "ward", "--method", "pfedhn", "--model", "mlp,nosuch")
+    assert "'foo" in refused("deploy", "init", "ward", "--method", "pfedhn", "--partition", "foo:1")
     assert "--rounds is 'x'" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds=x")
     cli("deploy", "init", "full", "--method", "pfedhn")
     assert "full is not empty" in refused("deploy", "init", "full", "--method", "pfedhn")
@@ -94,6 +96,7 @@ def test_keys_are_made_once_added_to_and_are_whose_they_say(refused: Refused, cl
 
     cli("deploy", "init", "ward", "--method", "pfedhn")
     assert "Say whose keys" in refused("deploy", "keys", "ward")
+    assert "holds no app" in refused("deploy", "keys", "nosuch", "--nodes", "2") and not (tmp_path / "nosuch").exists()
     outcome = cli("deploy", "keys", "ward", "--nodes", 2, "--node", "clinic", "--host", "link.example.org")
     keys = tmp_path / "ward" / "keys"
     assert (outcome.code, outcome.out) == (0, "ward/keys\n")

@@ -17,8 +17,13 @@ from fedloom.core.wire import decode, encode
 from fedloom.hypernets import outer
 
 PFEDHN = algorithms.get("pfedhn")
-CLIENTS = 200  # room for four rows beside the table
+CLIENTS = 200
 COHORTS = [["7", "150", "3"], ["150"], ["9"], ["3", "10", "11"], ["7", "199"], ["0", "1", "2", "3", "4"], ["7", "0"]]
+
+
+@pytest.fixture(autouse=True)
+def room_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "ROOM", 4)
 
 
 def played(**options: Any) -> Played:

@@ -58,10 +58,11 @@ def init(
     Example: fedloom deploy init ward --method pfedhn --dataset digits --set rounds=20
     """
     from fedloom.deploy.template import write_app
-    from fedloom.deploy.trial import about
+    from fedloom.deploy.trial import Trial, about, check
 
     given = dict(_pair(word) for word in set or ())
     trial = {"partition": partition, "model": model}
+    check(Trial(**trial))
     if dataset is not None:
         trial, given = {"dataset": dataset, **trial}, {**about(dataset), **given}
     typer.echo(write_app(folder, method, given, trial))
@@ -115,6 +116,9 @@ def keys(
     need_flower()
     from fedloom.deploy.keys import make_keys
     from fedloom.deploy.proxy import write_nginx_config
+
+    if not (folder / "pyproject.toml").is_file():
+        raise ConfigError(f"{folder} holds no app; give an app's folder, or make one with `fedloom deploy init`.")
 
     names = [*map(str, range(count)), *(nodes or ())]
     if not names:

@@ -142,7 +142,7 @@ def partition(
     ``unseen`` is a number of clients or, below 1, their share of all clients, then at least one client.
     """
     _check(labels, clients, unseen, val_share, test_share)
-    parts = (_parse(scheme), _parse(unseen_scheme or scheme))
+    parts = (parse_scheme(scheme), parse_scheme(unseen_scheme or scheme))
     published = None if split is None else _published(split, len(labels))
     task = _Task(labels, seed, clients, _unseen_count(unseen, clients), published, val_share, test_share)
     if "group" not in (parts[0][0].name, parts[1][0].name):
@@ -585,7 +585,7 @@ def _published(split: np.ndarray, samples: int) -> np.ndarray:
     return np.array([POOLS.index(f) for f in found], dtype=np.int64)[inverse]
 
 
-def _parse(spec: str) -> tuple[Scheme, Any]:
+def parse_scheme(spec: str) -> tuple[Scheme, Any]:
     """A scheme and its parameter from e.g. "classes:2"."""
     name, colon, text = spec.partition(":")
     if name not in _SCHEMES:

@@ -207,7 +207,7 @@ class Known(NamedTuple):
 
 def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_model: bool = False) -> None:
     """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
-    end, told = time.monotonic() + seconds, -1
+    end, told = time.monotonic() + seconds, (-1, 0)
     while True:
         lobby.refresh()
         there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
@@ -220,16 +220,19 @@ def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_mode
                 lobby.refuse(client, OTHER_NETWORK)
             return
         if time.monotonic() > end:
-            refused = f" Refused: {'; '.join(lobby.refused[-3:])}." if lobby.refused else ""
+            advice = "Start more nodes, or set nodes lower."
+            if lobby.refused:
+                advice = f"Refused: {'; '.join(lobby.refused[-3:])}. See to them, or set nodes lower."
             other = sum(lobby.told[client].role == "participant" for client in lobby.nodes) > len(there)
             alike = " with one network, which the method needs," if other else ""
             raise RoundError(
                 f"{len(there)} clients{alike} are connected, and {number} are needed; waited {seconds:g} seconds."
-                f"{refused} Start more nodes, or set nodes lower."
+                f" {advice}"
             )
-        if len(there) != told:
-            told = len(there)
-            tell(f"for {number} clients; {_are_connected(told)}")
+        if (len(there), len(lobby.refused)) != told:
+            told = (len(there), len(lobby.refused))
+            latest = f"; refused: {lobby.refused[-1]}" if lobby.refused else ""
+            tell(f"for {number} clients; {_are_connected(len(there))}{latest}")
         time.sleep(PAUSE)
 
 

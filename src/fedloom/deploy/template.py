@@ -76,7 +76,8 @@ from fedloom.deploy.client import client_app
 def load_data(node: Any) -> dict[str, tuple[Any, Any]]:
     """My samples and labels: {"train": (x, y), "val": (x, y), "test": (x, y)}; x has the shape of input-shape."""
     with np.load(node["data"]) as file:
-        return {split: (file[f"x_{split}"], file.get(f"y_{split}")) for split in ("train", "val", "test")}
+        splits = [split for split in ("train", "val", "test") if f"x_{split}" in file]
+        return {split: (file[f"x_{split}"], file.get(f"y_{split}")) for split in splits}
 
 
 def build_model(node: Any) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from fedloom.clients.federation import SPLITS
+from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
 from fedloom.data.registry import load
+from fedloom.models.spec import parse
 from fedloom.runs.files import write_file
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import split
@@ -34,6 +36,14 @@ def about(dataset: str) -> dict[str, Any]:
     outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
     task = "classification" if arrays.num_classes else "regression"
     return {"input_shape": "x".join(map(str, arrays.x.shape[1:])), "num_outputs": outputs, "task": task}
+
+
+def check(trial: Trial) -> None:
+    """Refuse a network or a way to deal samples that does not exist."""
+    for name in trial.model.split(",") if trial.model != "auto" else ():
+        parse(name, (1,), 1)
+    if trial.partition != "auto":
+        parse_scheme(trial.partition)
 
 
 def network(trial: Trial, number: int, shape: tuple[int, ...]) -> str:

@@ -26,6 +26,9 @@ from fedloom.hypernets.weaving import Loom, pull_back
 LARGE = 1 << 22
 """Numbers in a table from which a copy of it is felt in the time of a round."""
 
+ROOM = 4096
+"""Rows that lie beside a large table: more of them cost time in every round, fewer make for more copies."""
+
 
 def begin_outer(outer: Optimiser, phi: Params, table: Tensor, *, learned: bool = True) -> Tree:
     """The state of the outer optimiser before the first step."""
@@ -33,7 +36,7 @@ def begin_outer(outer: Optimiser, phi: Params, table: Tensor, *, learned: bool =
     memory = {**outer.init({**phi, "embeddings": table}), **counts}
     if learned and table.device.type == "cpu" and table.numel() >= LARGE:
         none = torch.empty(0, dtype=torch.int64)
-        memory["recent"] = _recent(none, _read(table, memory, none), 1 + len(table) // 64, len(table))
+        memory["recent"] = _recent(none, _read(table, memory, none), ROOM, len(table))
     return memory
 
 

@@ -10,6 +10,7 @@ refused.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from flwr.serverapp import Grid
 
 from fedloom.core.trees import ClientId
 from fedloom.engines.flower.codec import Malformed, facts_of, pack
+
+log = logging.getLogger(__name__)
 
 HELLO = "query.hello"
 POLL = 0.3
@@ -94,12 +97,15 @@ class Lobby:
 
     def _answered(self, info: Any, answer: RecordDict | str) -> None:
         node = info.node_id
+        who = f"node {node}"
         try:
-            self._greet(node, self._name(info), answer)
+            name = self._name(info)
+            who = f"client {name}" if name else who
+            self._greet(node, name, answer)
         except Malformed as fault:
-            self._turn_away(node, f"node {node} {fault}")
+            self._turn_away(node, f"{who} {fault}")
         except Exception as error:  # whatever a stranger made of it
-            self._turn_away(node, f"node {node} sent a greeting that cannot be used ({type(error).__name__})")
+            self._turn_away(node, f"{who} sent a greeting that cannot be used ({type(error).__name__})")
 
     def refuse(self, client: ClientId, reason: str) -> None:
         """A client that was greeted is none, after all."""
@@ -109,6 +115,7 @@ class Lobby:
     def _turn_away(self, node: int, reason: str) -> None:
         self._strangers[node] = time.monotonic() + PATIENCE
         self.refused.append(reason)
+        log.warning("Refused: %s", reason)
 
     def exchange(
         self, kind: str, contents: Mapping[ClientId, RecordDict], timeout: float
@@ -171,6 +178,7 @@ class Lobby:
                 raise Malformed(f"has a model that cannot be used: {error}") from error
             self.told[told.client] = told
         self.nodes[told.client] = node
+        log.info("Client %s is connected", told.client)
 
 
 def read_hello(facts: Mapping[str, Any], name: ClientId | None) -> Told:
