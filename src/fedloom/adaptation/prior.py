@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.adaptation.calibration import Privacy, fit
 from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, statistics
 from fedloom.adaptation.dirichlet import STEPS, Votes, fit_dirichlet, no_votes, shares, vote
-from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import fold, normal
 from fedloom.core.trees import ClientId, PerClient, Tree
@@ -84,7 +84,7 @@ def _base(algorithm: Algorithm, state: State) -> Any:
 
 def _round(
     algorithm: Algorithm, setup: Setup[Any], state: State, cohort: Cohort, ask: Ask
-) -> tuple[State, Mapping[str, float]]:
+) -> tuple[State, Diagnostics]:
     after, diagnostics = algorithm.round(setup, _base(algorithm, state), cohort, ask)
     return state._replace(base=after._asdict()), diagnostics
 

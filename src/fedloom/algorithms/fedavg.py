@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Needs, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Needs, Program, Sent, Setup
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
@@ -55,7 +55,7 @@ def init(setup: Setup[Config]) -> State:
     return State(model.init(seed_of(setup.seed, "global model")), model.fresh_buffers())
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Ask the cohort to train the global model; add the weighted mean of the changes."""
     replies = ask(program(setup.config), message(setup.config, state), PerClient.empty(cohort.clients))
     return average(setup.config, state, replies), {"local_loss": mean_loss(replies)}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss, weighted_mean
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Needs, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Sent, Setup
 from fedloom.core.random import seed_of
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
@@ -46,7 +46,7 @@ def init(setup: Setup[Config]) -> State:
     return State(body_of(model, model.init(seed_of(setup.seed, "global model"))))
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Ask the cohort to train body and head; average the bodies."""
     replies = ask(program(setup.config), {"body": state.body}, PerClient.empty(cohort.clients))
     body = tree_map(torch.add, state.body, weighted_mean(replies, "delta"))

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Home, Program, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Program, Setup
 from fedloom.core.training import Training, train_step
 from fedloom.core.trees import Params, PerClient, Tree, squared_norm
 
@@ -36,7 +36,7 @@ class Config(fedavg.Config):
     mu: float = option(0.01, "Weight of the proximal term (the paper tries 0.001 to 1).", low=0)
 
 
-def round(setup: Setup[Config], state: fedavg.State, cohort: Cohort, ask: Ask) -> tuple[fedavg.State, dict[str, float]]:
+def round(setup: Setup[Config], state: fedavg.State, cohort: Cohort, ask: Ask) -> tuple[fedavg.State, Diagnostics]:
     """A round of FedAvg with another client step."""
     config = setup.config
     replies = ask(program(config), fedavg.message(config, state), PerClient.empty(cohort.clients))

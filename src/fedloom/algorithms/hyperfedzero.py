@@ -36,7 +36,19 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Program, Sent, Setup, deploy_shared, send_to_all
+from fedloom.core.contract import (
+    Ask,
+    Batch,
+    Cohort,
+    Diagnostics,
+    Home,
+    Model,
+    Program,
+    Sent,
+    Setup,
+    deploy_shared,
+    send_to_all,
+)
 from fedloom.core.random import fold, normal, seed_of
 from fedloom.core.training import LocalConfig, Training
 from fedloom.core.trees import Params, PerClient, Tree, tree_map
@@ -106,7 +118,7 @@ def loom_of(config: Config, model: Model) -> ChunkedLoom:
     return matched(loom, 2 * dense_size(widths(config, model))) if config.size_match else loom
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1: FedAvg on extractor and loom."""
     replies = ask(program(setup.config), {"params": state.params}, PerClient.empty(cohort.clients))
     params = tree_map(torch.add, state.params, weighted_mean(replies, "delta"))

@@ -42,7 +42,7 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Setup
+from fedloom.core.contract import Ask, Cohort, Diagnostics, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
@@ -111,7 +111,7 @@ def loom_of(setup: Setup[Config]) -> AttentionLoom:
     return setup.config.loom(len(setup.clients), setup.models[setup.clients[0]].shapes)
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1 from line 10 on, then lines 8 and 9."""
     shared = fedavg.message(setup.config, state)
     replies = ask(fedavg.program(setup.config), shared, PerClient.empty(cohort.clients))
@@ -122,7 +122,7 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     if state.alive.any():
         warn_if_dead(setup.config, after.alive)
     buffers = fedavg.average_buffers(setup.config, state.buffers, replies)
-    told = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
+    told: dict[str, float | Tensor] = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
     return after._replace(buffers=buffers), told | loom.described(after.last_weights[setup.rows(active)], active)
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from fedloom.algorithms import pfedhn
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Home, Model, Program, Sent, Setup, deploy_mine
+from fedloom.core.contract import Ask, Cohort, Diagnostics, Home, Model, Program, Sent, Setup, deploy_mine
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import Training, delta, report
@@ -105,7 +105,7 @@ def encoder_of(setup: Setup[Any]) -> Model:
     return encoder.encoder_model(shape, dim, setup.config.standardised, setup.config.private, setup.device, setup.dtype)
 
 
-def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """A round of pFedHN, and beside it one of FedAvg for the encoder; later, a round of fine-tuning."""
     if cohort.round > setup.config.finetune_after:
         return finetune(setup, state, cohort, ask)
@@ -121,7 +121,7 @@ def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[St
     return state, {"local_loss": mean_loss(replies), "encoder_loss": mean_loss(fits), "finetuning": 0.0}
 
 
-def finetune(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def finetune(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Eq. 9: pFedHN with descriptors in place of embeddings; encoder and embeddings are left alone."""
     if not int(state.stage):
         state = begin_finetuning(setup, state, ask)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.training import LocalConfig, Training, begin, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
 
@@ -38,7 +38,7 @@ def init(setup: Setup[Config]) -> State:
     return State()
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Ask the cohort to go on training."""
     replies = ask(program(setup.config), {}, PerClient.empty(cohort.clients))
     return state, {"local_loss": mean_loss(replies)}

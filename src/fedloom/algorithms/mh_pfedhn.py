@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import RoundError
 from fedloom.core.random import stream
 from fedloom.core.training import Training, begin, like_report, remember, report, train_step
@@ -108,13 +108,13 @@ def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, 
     }
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1 for each client of the cohort."""
     state, loss = learn(setup, state, cohort, ask, program(setup.config))
     return state, {"local_loss": loss}
 
 
-def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Program) -> tuple[State, float]:
+def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Program) -> tuple[State, Tensor]:
     """Weave, ask and step, for the whole cohort or for one client after another; the mean training loss."""
     loom, config, places = setup.config.loom(), setup.config, places_of(setup, cohort.clients)
     clients = sorted(cohort.clients, key=lambda c: setup.rows([c]))
@@ -135,7 +135,7 @@ def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Prog
             state = State(*adam_step(*state, grads, config.server_lr, config.server_clip))
     if silence and not losses:  # a client that fails in its turn ends the round only if all do
         raise silence
-    return state, float(torch.cat(losses).mean())
+    return state, torch.cat(losses).mean()
 
 
 @cache  # programs that are equal share a recorded graph

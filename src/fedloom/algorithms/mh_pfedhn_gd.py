@@ -36,7 +36,7 @@ from fedloom.algorithms import mh_pfedhn
 from fedloom.algorithms.mh_pfedhn import State, places_of
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Home, Needs, Program, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Needs, Program, Setup
 from fedloom.core.random import stream
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
 from fedloom.core.trees import ClientId, PerClient, Tree
@@ -114,7 +114,7 @@ def weave_global(setup: Setup[Any], state: State) -> Tensor:
     return woven
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 2: a step on the global model, then a step on each personal one."""
     config, chosen = setup.config, deploying(setup)
     trainers = [client for client in cohort.clients if client in chosen]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.random import seed_of, stream
 from fedloom.core.shares import ask_class_shares
 from fedloom.core.training import Training, begin, delta, like_report, remember, report, train_step
@@ -95,7 +95,7 @@ def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
     return State(phi, table, described, begin_outer(setup.config.outer(), phi, table, learned=told))
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1 for each client of the cohort."""
     loom = loom_of(setup)
     state = describe(setup, state, cohort.clients, ask)

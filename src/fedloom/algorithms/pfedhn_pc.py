@@ -30,7 +30,7 @@ from fedloom.algorithms.fedper import body_of, head_of
 from fedloom.algorithms.fedper import first_memory as first_head
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Needs, Program, Sent, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Sent, Setup
 from fedloom.core.training import Training, begin, delta, gradient, remember, report
 from fedloom.core.trees import ClientId, Tree
 from fedloom.hypernets.newcomers import embed
@@ -55,7 +55,7 @@ def body(model: Model) -> Shapes:
     return {name: shape for name, shape in model.shapes.items() if name not in model.head}
 
 
-def round(setup: Setup[Config], state: pfedhn.State, cohort: Cohort, ask: Ask) -> tuple[pfedhn.State, dict[str, float]]:
+def round(setup: Setup[Config], state: pfedhn.State, cohort: Cohort, ask: Ask) -> tuple[pfedhn.State, Diagnostics]:
     """A round of pFedHN with another client program."""
     loom = pfedhn.loom_of(setup, body)
     state = pfedhn.describe(setup, state, cohort.clients, ask)

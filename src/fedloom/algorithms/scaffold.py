@@ -30,7 +30,19 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Home, Model, Program, Sent, Setup, deploy_shared, send_to_all
+from fedloom.core.contract import (
+    Ask,
+    Batch,
+    Cohort,
+    Diagnostics,
+    Home,
+    Model,
+    Program,
+    Sent,
+    Setup,
+    deploy_shared,
+    send_to_all,
+)
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
@@ -68,7 +80,7 @@ def init(setup: Setup[Config]) -> State:
     return State(params, tree_map(torch.zeros_like, params))
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1, lines 2 to 17."""
     replies = ask(program(setup.config), state._asdict(), PerClient.empty(cohort.clients))
     change, control = (weighted_mean(replies, branch, weight=None) for branch in ("delta", "control_delta"))

@@ -30,6 +30,7 @@ from fedloom.core.contract import (
     Ask,
     Batch,
     Cohort,
+    Diagnostics,
     Home,
     Needs,
     Program,
@@ -66,7 +67,7 @@ def init(setup: Setup[Config]) -> State:
     return State(model.init(seed_of(setup.seed, "global model")))
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, dict[str, float]]:
+def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """One round: a new state, and numbers for the records. Clients that did not answer are not in ``replies``."""
     # shared goes to all clients; instead of PerClient.empty, give each client what is only for it
     replies = ask(program(setup.config), {"params": state.params}, PerClient.empty(cohort.clients))

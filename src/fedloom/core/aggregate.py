@@ -23,6 +23,6 @@ def weighted_mean(replies: PerClient, branch: str, weight: str | None = "num_sam
     return tree_map(one, *(tree[branch] for _, tree in replies.groups))
 
 
-def mean_loss(replies: PerClient) -> float:
-    """The clients' mean training loss, each client counted once."""
-    return float(torch.cat([tree["loss"] for _, tree in replies.groups]).mean())
+def mean_loss(replies: PerClient) -> torch.Tensor:
+    """The clients' mean training loss, each client counted once: (), on the device, which is not waited for."""
+    return torch.cat([tree["loss"] for _, tree in replies.groups]).mean()

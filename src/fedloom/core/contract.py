@@ -26,7 +26,8 @@ What a method file holds, in this order
     Before round 1, from the roster (``Setup``) alone. Random values come from ``core.random`` with ``setup.seed``.
 ``round(setup, state, cohort, ask) -> (State, diagnostics)``
     The paper's algorithm box: prepare what goes down, ``ask`` (as often as needed), combine, step. It must accept
-    any non-empty subset of replies. ``diagnostics`` is a flat dict of numbers for the run's records.
+    any non-empty subset of replies. ``diagnostics`` is a flat dict of numbers for the run's records, as tensors where
+    they are on a device: reading one there would make the host wait.
     The forward pass of a loom is recomputed when the replies are there: no autograd graph outlives an ``ask``.
 ``client_init``, ``client_step``, ``client_final``
     The client program, written for ONE client; the engine makes it many. It sees what is in its arguments, never the
@@ -181,6 +182,10 @@ class Program:
     """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel too."""
 
 
+Diagnostics = Mapping[str, float | Tensor]
+"""Named numbers of a round, for its record."""
+
+
 class Cohort(NamedTuple):
     """Who takes part in a round, in the roster's order."""
 
@@ -309,7 +314,7 @@ class Algorithm:
     citation: str
     config: type
     init: Callable[[Setup[Any]], Any]
-    round: Callable[[Setup[Any], Any, Cohort, Ask], tuple[Any, Mapping[str, float]]]
+    round: Callable[[Setup[Any], Any, Cohort, Ask], tuple[Any, Diagnostics]]
     personalise: Callable[[Setup[Any], Any, Sequence[ClientId]], Sent]
     state: Callable[..., Any]
     """The State type: ``state(**trees)`` brings a checkpoint back."""

@@ -40,6 +40,26 @@ def recorded(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             gc.enable()
 
 
+class Reading:
+    """Numbers of a device on their way to the host, which can do other things until they are there."""
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        there = torch.stack([number.double() for number in numbers])
+        self._here, self._copied = there, None
+        if there.is_cuda:
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._here.copy_(there, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[float]:
+        """The numbers. Nothing that was begun after them is waited for."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[float] = self._here.tolist()
+        return numbers
+
+
 class Replayer:
     """Calls functions by way of recordings. What a function uses besides its arguments must be fixed by ``name``."""
 

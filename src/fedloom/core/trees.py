@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.core.recording import to_device
+
 Tree = Mapping[str, Any]
 Params = Mapping[str, Tensor]
 ClientId = str
@@ -140,5 +142,8 @@ class PerClient(Mapping[ClientId, Tree]):
         if any(self._at[c][0] != group for c in clients):
             raise ValueError("the clients picked have trees of different shapes; pick them group by group")
         rows = [self._at[c][1] for c in clients]
-        picked: Tree = tree_map(lambda leaf: leaf[rows], tree)
+        at: Any = slice(rows[0], rows[-1] + 1)
+        if rows != list(range(rows[0], rows[-1] + 1)):
+            at = to_device(rows, next((leaf.device for _, leaf in leaves(tree)), torch.device("cpu")))
+        picked: Tree = tree_map(lambda leaf: leaf[at], tree)
         return picked

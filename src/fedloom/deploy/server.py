@@ -35,8 +35,9 @@ from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.machine import device_of, set_precision, task_named
+from fedloom.runs.rounds import Mark
 from fedloom.runs.simulation import flat_config
-from fedloom.runs.trainer import Mark, Trainer, algorithm_of
+from fedloom.runs.trainer import Trainer, algorithm_of
 
 OTHER_NETWORK = "has another network than the others; the method needs one for all"
 

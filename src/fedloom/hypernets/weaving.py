@@ -80,8 +80,8 @@ def pull_back(
 
 
 def _pick(table: Tensor, rows: list[int]) -> Tensor:
-    """Rows of a table; the table itself where they are all of it in order, which a recorded graph can hold."""
-    return table if rows == list(range(len(table))) else table[rows]
+    """Rows of a table; a view of it where they follow each other, which a recorded graph can hold."""
+    return table[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else table[rows]
 
 
 def one_by_one(setup: Setup[Any], replies: PerClient) -> list[PerClient]:

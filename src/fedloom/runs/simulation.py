@@ -100,6 +100,7 @@ class Simulation(Trainer):
             torch.set_num_threads(1)
             self.options = replace(self.options, threads=1)
         self.notes = self.partition.notes
+        self.looks_ahead = federation.device.type == "cuda"  # elsewhere nobody would work meanwhile
 
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """As ``Trainer.evaluate_unseen``; unseen clients come for the first time, each time."""

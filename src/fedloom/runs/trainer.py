@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.random import stream
+from fedloom.core.recording import Reading
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, leaves, num_bytes
 from fedloom.engines.engine import AbstractEngine
 from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
 from fedloom.metrics.unseen import evaluate_handed_on
 from fedloom.runs.options import RunOptions
+from fedloom.runs.rounds import Begun, Mark
 
 
 def algorithm_of(method: str, options: RunOptions) -> Algorithm:
@@ -35,19 +37,14 @@ def algorithm_of(method: str, options: RunOptions) -> Algorithm:
     return with_prior(plain, Privacy(options.adapt_clip, options.adapt_noise)) if options.adapt == "prior" else plain
 
 
-class Mark(NamedTuple):
-    """A run at a moment: all that changes."""
-
-    round: int
-    state: Any
-    memory: Mapping[ClientId, Tree]
-
-
 class Trainer:
     """Everything of a run that lives in memory. ``state`` and the engine's memory are all that changes."""
 
     saves_every_round = False
     """A checkpoint after every round, not only when there is an evaluation."""
+
+    looks_ahead = False
+    """A round is begun before the checks of the one before are read."""
 
     def __init__(
         self,
@@ -78,6 +75,8 @@ class Trainer:
         self.state = algorithm.init(self.setup)
         self.round = 0
         self._memories: dict[Any, dict[str, torch.Tensor]] = {}
+        self._ahead: Begun | None = None
+        self._read = 0.0  # when the last round's numbers were there (``time.perf_counter``)
 
     @property
     def present(self) -> tuple[ClientId, ...]:
@@ -90,38 +89,73 @@ class Trainer:
         return self.options.eval_every or max(1, self.options.rounds // 20)
 
     def train_round(self) -> dict[str, Any]:
-        """One round; its record. The state is as it was if the round fails."""
-        number = self.round + 1
+        """One round; its record. The state is as it was if the round fails.
+
+        On a GPU the next round is begun before this one's checks are read, so that the device never waits. If they
+        turn out badly both are forgotten, this one is done again with every reply looked at, and so are all to come.
+        """
+        now = Mark(self.round, self.state, self.engine.memory)
+        begun, self._ahead = self._ahead, None
+        if begun is None or begun.start.state is not now.state or begun.start.memory is not now.memory:
+            begun = self._attempt(now) if self.looks_ahead else None
+        if begun:
+            if begun.end.round % self.eval_every and begun.end.round < self.options.rounds:
+                self._ahead = self._attempt(begun.end)
+            if not begun.is_sound():
+                begun = self._ahead = None
+        if begun is None:
+            self.looks_ahead = False
+            begun = self._run(now, trusting=False)
+        self.round, self.state, self.engine.memory = begun.end
+        since, self._read = max(begun.since, self._read), time.perf_counter()
+        return begun.record(self._read - since)
+
+    def _attempt(self, start: Mark) -> Begun | None:
+        """The round after ``start``, its checks unread; None where it fails already. Now stays as it is."""
+        memory = self.engine.memory
+        self.engine.memory = dict(start.memory)
+        try:
+            return self._run(start, trusting=True)
+        except Exception:
+            return None
+        finally:
+            self.engine.memory, self.engine.trusting = memory, False
+
+    def _run(self, start: Mark, *, trusting: bool) -> Begun:
+        """The round after ``start``; whether it is any good need not be known yet when it is ``trusting``."""
+        number = start.round + 1
         draw = stream(self.options.seed, number, "cohort")
         present = self.present
         rows = np.sort(draw.choice(len(present), min(int(self.options.cohort), len(present)), replace=False))
         cohort = Cohort(number, tuple(present[row] for row in rows))
         self.engine.begin(number)
-        self.engine.rounds_left = self.options.rounds - self.round
+        self.engine.rounds_left, self.engine.trusting = self.options.rounds - start.round, trusting
         noted = len(self.engine.notes)
-        start = time.perf_counter()
-        state, diagnostics = self.algorithm.round(self.setup, self.state, cohort, self.engine.ask)
-        if not bool(self.setup.replay("finite state", _finite, dict(leaves(state._asdict())))):
+        since = time.perf_counter()
+        state, diagnostics = self.algorithm.round(self.setup, start.state, cohort, self.engine.ask)
+        finite = self.setup.replay("finite state", _finite, dict(leaves(state._asdict())))
+        if not trusting and not bool(finite):
             raise RoundError(
                 f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
                 "absurd. The last checkpoint is intact: lower the rates or see to the clients, then resume."
             )
-        self.state, self.round = state, number
-        end, books = time.perf_counter(), self.engine.books
-        return {
+        books = self.engine.books
+        told: dict[str, Any] = {
             "round": number,
             "clients": len(cohort.clients),
             "dropped": [d._asdict() for d in books.dropped],
             "notes": self.engine.notes[noted:],
             "bytes": {"down": books.bytes_down, "up": books.bytes_up},
-            "seconds": {
-                "round": end - start,
-                "generate": books.first_ask - start,
-                "local_training": books.asking,
-                "server_step": end - books.last_answer,
-            },
-            "diagnostics": dict(diagnostics),
         }
+        parts = {
+            "generate": books.first_ask - since,
+            "local_training": books.asking,
+            "server_step": time.perf_counter() - books.last_answer,
+        }
+        doubts = [finite, *self.engine.doubts]
+        reading = Reading([*doubts, *(n for n in diagnostics.values() if isinstance(n, torch.Tensor))])
+        end = Mark(number, state, self.engine.memory)
+        return Begun(start, end, since, told, {} if trusting else parts, diagnostics, reading, len(doubts))
 
     def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
         """The scores of participants on a split of their own data."""

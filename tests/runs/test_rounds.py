@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round begun before the checks of the one before are read: it must never be seen in what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom import algorithms, api
+from fedloom.core.errors import RoundError
+from fedloom.core.recording import Reading
+from fedloom.core.trees import flatten
+from fedloom.data.arrays import Arrays
+from fedloom.data.own import from_arrays
+from fedloom.runs.simulation import Simulation
+
+SMALL = {"clients": 4, "rounds": 6, "local_steps": 2, "model": "mlp:hidden=4", "batch_size": 8, "cohort": 2,
+         "eval_every": 4, "engine": "vectorised"}  # fmt: skip
+
+
+def data() -> Arrays:
+    rng = np.random.default_rng(0)
+    y = np.arange(160) % 4
+    x = (rng.standard_normal((160, 4, 4, 1)) + y[:, None, None, None]).astype(np.float32)
+    return from_arrays(x.transpose(0, 3, 1, 2), y)
+
+
+def simulation(method: str, *, ahead: bool, **options: Any) -> Simulation:
+    given = {**SMALL, **options}
+    built = Simulation(method, *api.parse_options(method, given), data())
+    built.looks_ahead = ahead
+    return built
+
+
+def everything(built: Simulation) -> dict[str, torch.Tensor]:
+    return flatten({"state": built.state._asdict(), **dict(sorted(built.engine.memory.items()))})
+
+
+def without_seconds(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in record.items() if name != "seconds"}
+
+
+def assert_same(one: Simulation, other: Simulation) -> None:
+    here, there = everything(one), everything(other)
+    assert list(here) == list(there)
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_looking_ahead_changes_nothing(method: str) -> None:
+    usual, ahead = simulation(method, ahead=False), simulation(method, ahead=True)
+    for _ in range(6):
+        assert without_seconds(usual.train_round()) == without_seconds(ahead.train_round())
+        assert usual.round == ahead.round
+        assert_same(usual, ahead)
+        if usual.round % 4 == 0:
+            assert usual.metrics() == ahead.metrics()
+    assert ahead.looks_ahead
+
+
+def test_the_next_round_is_begun_but_not_past_an_evaluation_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = simulation("fedavg", ahead=True)
+    begun: list[int] = []
+    begin = built.engine.begin
+    monkeypatch.setattr(built.engine, "begin", lambda stage, asks=0: (begun.append(stage), begin(stage, asks)))
+    seen = []
+    for _ in range(6):
+        built.train_round()
+        seen.append(begun[-1])
+    assert begun == [1, 2, 3, 4, 5, 6]
+    assert seen == [2, 3, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedhn"])
+def test_a_client_with_bad_numbers_is_found_a_round_late_and_left_out(method: str) -> None:
+    usual, ahead = (simulation(method, ahead=flag, rounds=5, eval_every=10) for flag in (False, True))
+    for built in (usual, ahead):
+        built.federation.x[built.federation.roster["1"].rows["train"]] = float("nan")
+    dropped = []
+    for _ in range(5):
+        record = without_seconds(usual.train_round())
+        assert record == without_seconds(ahead.train_round())
+        assert_same(usual, ahead)
+        dropped += record["dropped"]
+    assert dropped
+    assert not ahead.looks_ahead
+
+
+def test_a_round_that_fails_leaves_the_run_where_it_was() -> None:
+    built = simulation("pfedhn", ahead=True, server_lr=1e30, server_clip=0, eval_every=10, cohort=1, val_share=0)
+    with pytest.raises(RoundError, match="NaN or Inf"):
+        for _ in range(6):
+            before = built.mark()
+            built.train_round()
+    assert built.round == before.round
+    assert built.state is before.state
+
+
+def test_a_failure_of_the_round_ahead_is_told_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = simulation("fedavg", ahead=True)
+    ask = built.engine.ask
+    calls: list[int] = []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RoundError("nobody is there")
+        return ask(*args)
+
+    monkeypatch.setattr(built.engine, "ask", failing)
+    assert built.train_round()["round"] == 1
+    with pytest.raises(RoundError, match="nobody is there"):
+        built.train_round()
+    assert built.round == 1
+
+
+@pytest.mark.parametrize("change", ["go back", "restore", "settle"])
+def test_a_round_ahead_is_forgotten_when_the_run_changes(change: str) -> None:
+    usual, ahead = (simulation("scaffold", ahead=flag, eval_every=10) for flag in (False, True))
+    for built in (usual, ahead):
+        mark = built.mark()
+        built.train_round()
+        if change == "go back":
+            built.go_back(mark)
+        elif change == "restore":
+            built.restore(1, *built.trees())
+        else:
+            params = {name: value + 1 for name, value in built.state.params.items()}
+            built.state = built.state._replace(params=params)
+        built.train_round()
+    assert usual.round == ahead.round
+    assert_same(usual, ahead)
+
+
+def test_seconds_of_overlapping_rounds_do_not_count_twice() -> None:
+    built = simulation("fedavg", ahead=True, eval_every=10)
+    records = [built.train_round() for _ in range(6)]
+    assert all(set(record["seconds"]) == {"round"} for record in records)
+    assert all(record["seconds"]["round"] > 0 for record in records)
+
+
+def test_numbers_come_in_their_order() -> None:
+    numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor(3)]
+    assert Reading(numbers).wait() == [1.0, float(numbers[1]), 3.0]
