@@ -10,9 +10,11 @@ import torch
 
 import fedloom
 from conftest import Played, models_for, play, small_federation
-from fedloom import algorithms
+from fedloom import algorithms, api
 from fedloom.core.trees import flatten
+from fedloom.data.registry import load
 from fedloom.engines import capture, convolution
+from fedloom.runs.simulation import Simulation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -58,9 +60,30 @@ def _compare(method: str, models: Sequence[str], rounds: int) -> Played:
 @pytest.mark.parametrize("method", algorithms.names())
 def test_a_run_on_a_gpu_trains_evaluates_and_is_loaded_again(method: str, tmp_path: Path) -> None:
     given = {"dataset": "digits", "model": "mlp:hidden=5", "clients": 5, "cohort": 3, "rounds": 4, "local_steps": 3}
+    given["eval_every"] = 4  # rounds before an evaluation are begun ahead
     if "local_epochs" in {field.name for field in dataclasses.fields(algorithms.get(method).config)}:
         given["local_epochs"] = 0
     run = fedloom.run(method, **given, device="cuda", out=tmp_path / "run", progress="quiet")
     assert run.records[-1]["dropped"] == [] and run.records[-1]["notes"] == []
     again = fedloom.load(tmp_path / "run")
     assert again.simulation.metrics() == pytest.approx(run.simulation.metrics(), abs=1e-6)
+
+
+def test_a_client_with_bad_numbers_is_left_out_on_a_gpu_too() -> None:
+    given = {"model": "mlp:hidden=5", "clients": 4, "cohort": 2, "rounds": 6, "local_steps": 3, "eval_every": 6}
+    careful, ahead = (
+        Simulation("pfedhn", *api.parse_options("pfedhn", {**given, "device": "cuda"}), load("digits", None))
+        for _ in range(2)
+    )
+    careful.looks_ahead = False
+    for built in (careful, ahead):
+        built.federation.x[built.federation.roster["1"].rows["train"]] = float("nan")
+    dropped = []
+    for _ in range(6):
+        usual, record = careful.train_round(), ahead.train_round()
+        assert record["dropped"] == usual["dropped"]
+        dropped += record["dropped"]
+    assert dropped
+    one, other = flatten(careful.state._asdict()), flatten(ahead.state._asdict())
+    for path in one:
+        torch.testing.assert_close(other[path], one[path])
