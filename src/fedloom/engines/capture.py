@@ -39,7 +39,7 @@ CAPACITY = 64
 MIN_COMPILED_STEPS = 200_000
 """Compiling costs 10 to 30 seconds: it is for steps of which this many, of one client each, are still to come."""
 
-BUNDLE = 5
+BUNDLE = 10
 """Steps that one graph has where the carry is small: they pass it on without a copy, and with fewer launches."""
 
 MAX_BUNDLED_BYTES = 1 << 28

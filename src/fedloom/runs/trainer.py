@@ -6,8 +6,10 @@ It knows clients only through the engine's ``ask``: the same for clients in this
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,7 +135,8 @@ class Trainer:
         noted = len(self.engine.notes)
         since = time.perf_counter()
         state, diagnostics = self.algorithm.round(self.setup, start.state, cohort, self.engine.ask)
-        finite = self.setup.replay("finite state", _finite, dict(leaves(state._asdict())))
+        check = partial(_finite, self.setup.device)
+        finite = self.setup.replay("finite state", check, dict(leaves(state._asdict())))
         if not trusting and not bool(finite):
             raise RoundError(
                 f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
@@ -370,7 +373,8 @@ LARGE = 1 << 24
 """Numbers of a tensor that is not looked through: a table of a million clients, which is stepped on with the rest."""
 
 
-def _finite(state: Tree) -> torch.Tensor:
-    """Whether a state's numbers are finite: the sum of a tensor is not where one of its numbers is not."""
-    sums = [leaf.sum().double() for leaf in state.values() if leaf.is_floating_point() and leaf.numel() < LARGE]
-    return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+def _finite(device: torch.device, state: Tree) -> torch.Tensor:
+    """Whether a state's numbers are finite: the largest of a tensor is not where one of them is not."""
+    numbers = [leaf for leaf in state.values() if leaf.is_floating_point() and 0 < leaf.numel() < LARGE]
+    largest = torch._foreach_norm(numbers, math.inf) if numbers else [torch.zeros((), device=device)]
+    return torch.stack([norm.double() for norm in largest]).isfinite().all()
