@@ -18,12 +18,13 @@ from fedloom.engines.convolution import AsProducts, products_for
 
 @pytest.mark.parametrize("padding", [0, 1, (2, 1)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_conv2d(padding: Any, bias: bool) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 5, 100])
+def test_values_and_gradients_are_those_of_conv2d(padding: Any, bias: bool, parts: int) -> None:
     torch.manual_seed(0)
-    x = torch.randn(3, 4, 9, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(6, 4, 9, 8, dtype=torch.float64, requires_grad=True)
     layer = nn.Conv2d(4, 5, (3, 2), padding=padding, bias=bias).double()
     plain = layer(x)
-    with AsProducts():
+    with AsProducts(parts=parts):
         product = layer(x)
     cotangent = torch.randn_like(plain)
     torch.testing.assert_close(product, plain, rtol=0, atol=1e-12)
@@ -43,7 +44,7 @@ def test_a_traced_step_of_many_clients_has_products_and_no_convolutions() -> Non
         return F.conv2d(torch.tanh(F.conv2d(x, weight)), weight[:, :, :1, :1].transpose(0, 1)).square().sum()
 
     step = vmap(grad(loss, argnums=(0, 1)))
-    with AsProducts():
+    with AsProducts(parts=2):
         traced = make_fx(step)(weights, x)
     called = {str(node.target) for node in traced.graph.nodes}
     assert "aten.bmm.default" in called
@@ -64,3 +65,4 @@ def test_other_kinds_are_left_to_torch(options: dict[str, Any], monkeypatch: pyt
 
 def test_the_number_of_clients_decides() -> None:
     assert products_for(50).min_inputs == 128 and products_for(500).min_inputs == 1
+    assert products_for(1).parts == 80 and products_for(10).parts == 8 and products_for(50).parts == 1

@@ -31,7 +31,7 @@ Step = Callable[[Any, Any, Any, Batch], Any]
 
 
 MIN_RECORDED_STEPS = 8
-"""Recording a graph costs about four steps."""
+"""Recording a graph costs about four steps. Shorter asks are recorded when they come again, unless of a single step."""
 
 CAPACITY = 64
 """Graphs are made for multiples of this many steps, so that asks of nearly equal length share one."""
@@ -74,13 +74,15 @@ class Recordings:
         ``name`` and the shapes must fix what ``step`` does; ``label`` is for people.
         """
         steps = len(plan.active)
-        if steps < MIN_RECORDED_STEPS:
+        if not steps:
             return None
         width, capacity, ragged = plan.rows.shape[2], -(-steps // CAPACITY) * CAPACITY, plan.active[-1] < len(facts[0])
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((shared, facts, carry)))
         kind = (name, shapes, width, capacity, bool(ragged))
         ways = self._ways.setdefault(kind, ["recorded"])
         self._uses[kind] += 1
+        if steps < MIN_RECORDED_STEPS and (steps == 1 or self._uses[kind] == 1):
+            return None
         if self._uses[kind] == 3 and ways and rounds_left * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
             self.kept.pop(kind, None)  # to be recorded anew
             ways.insert(0, "compiled")
