@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State, places_of
+from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.config import build
 from fedloom.core.contract import Cohort, Home, Setup
@@ -26,6 +26,7 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.vectors import to_vector
 from fedloom.hypernets.multi_head import TRUNK
+from fedloom.hypernets.places import places_of
 from fedloom.hypernets.sparse import change_in
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -600,7 +601,7 @@ def test_a_carry_is_a_tree_of_tensors() -> None:
     """What a graph records: nothing but tensors."""
     model = Model(parse("mlp:hidden=5", (1, 6, 6), 3))
     home = home_of(model, frozen=("hidden",))
-    memory = {"buffers": {}, **mh_pfedhn.first_memory(model, home.config, 0)}
+    memory = {"buffers": {}, **ALGORITHM.first_memory(model, home.config, 0)}
     carry = mh_pfedhn.client_init(home, {}, {"vector": torch.zeros(model.size)}, memory)
     assert isinstance(carry, Carry) and carry.moves.keys() == {"hidden.0.weight", "hidden.0.bias"}
     assert all(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(carry))

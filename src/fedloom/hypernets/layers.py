@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import flag
-from fedloom.core.contract import Model, Setup
+from fedloom.core.contract import Batch, Home, Model, Setup
 from fedloom.core.errors import ConfigError
-from fedloom.core.trees import ClientId, Params
+from fedloom.core.training import Training, train_step
+from fedloom.core.trees import ClientId, Params, Tree
 from fedloom.core.vectors import from_vector
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -78,9 +80,10 @@ def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId,
     return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
-def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str], seed: int) -> dict[str, Any]:
+def first_layers(model: Model, config: Any, seed: int) -> dict[str, Any]:
     """What a client remembers of its layers: ``kept``, those that it has of its own, and which of them it ``moves``."""
     memory: dict[str, Any] = {}
+    keep_local, frozen = config.keep_local, config.frozen
     if keep_local:
         kept = selected(model, *keep_local)
         memory["kept"] = {name: value for name, value in model.init(seed).items() if name in kept}
@@ -91,16 +94,30 @@ def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str],
     return memory
 
 
+def not_woven(layers: Params, woven: Params) -> dict[str, Tensor]:
+    """The client's own among ``layers``: of every way to keep some it has one, and the server weaves the rest."""
+    return {name: value for name, value in layers.items() if name not in woven}
+
+
+def keep_layers(memory: Tree, own: Params) -> dict[str, Any]:
+    """``memory`` with the client's own layers as they are now, if it keeps any."""
+    return {**memory, "kept": {**memory["kept"], **own}} if "kept" in memory else dict(memory)
+
+
 def shaped(model: Model, keep_local: Sequence[str], vector: Tensor) -> dict[str, Tensor]:
     """The woven parameters; which layers they are follows from their number."""
     return from_vector(vector, next(s for s in rest(model, keep_local) if size_of(s) == len(vector)))
 
 
-def without_frozen(grads: Params, moves: Params) -> dict[str, Tensor]:
+def train_unfrozen(home: Home, carry: Training, batch: Batch, moves: Params) -> Training:
+    """One step of the layers that move, ``moves`` being 1 or missing; the others stay, whatever momentum would do."""
+    after = train_step(home, carry, batch, correction=partial(_without_frozen, moves=moves))
+    before, trained = carry.params, after.params
+    return after._replace(
+        params={n: torch.where(moves[n] > 0, p, before[n]) if n in moves else p for n, p in trained.items()}
+    )
+
+
+def _without_frozen(grads: Params, moves: Params) -> dict[str, Tensor]:
     """Gradients of zero for layers that do not move."""
     return {name: grad * moves[name] if name in moves else grad for name, grad in grads.items()}
-
-
-def put_back_frozen(after: Params, before: Params, moves: Params) -> dict[str, Tensor]:
-    """Layers that do not move as they were, whatever momentum or decay did."""
-    return {n: torch.where(moves[n] > 0, p, before[n]) if n in moves else p for n, p in after.items()}
