@@ -47,11 +47,8 @@ def size_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, told_by_size: bool) -> None:
-    """Refuse layers that no model has and, where clients tell their way by the size of what is left, what they cannot.
-
-    Nothing may be left of no model, and no two ways may leave different layers of one size.
-    """
+def check_named(option: str, ways: Sequence[str], models: Iterable[Model]) -> None:
+    """Refuse layers that no model has."""
     models = list(models) if ways else []
     for layer in (layer for way in ways for layer in way.split("+") if layer != "none"):
         if not any(selected(model, layer) for model in models):
@@ -59,15 +56,22 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
             raise ConfigError(
                 f"{flag(option)} names {layer!r}, which no model has. Choose from head, body, none, {', '.join(known)}."
             )
-    for model in models if told_by_size else ():
+
+
+def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
+    """Refuse ways to keep layers that clients could not tell by the size of what is left.
+
+    Something must be left of every model, and no two ways may leave different layers of one size.
+    """
+    for model in models if ways else ():
         left = rest(model, ways)
         if not all(left):
-            raise ConfigError(f"{flag(option)} leaves nothing of {model.spec}. Name fewer layers.")
+            raise ConfigError(f"--keep-local leaves nothing of {model.spec}. Name fewer layers, or another network.")
         for (one, a), (other, b) in combinations(zip(ways, left), 2):
             if size_of(a) == size_of(b) and a != b:
                 raise ConfigError(
-                    f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
-                    "which a client tells what is its own. Name other layers."
+                    f"--keep-local {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by which "
+                    "a client tells what is its own. Name other layers, or another network."
                 )
 
 

@@ -12,7 +12,7 @@ import torch
 from fedloom.core.contract import Setup
 from fedloom.core.random import stream
 from fedloom.core.trees import ClientId, Params
-from fedloom.hypernets.layers import check_ways, sizes_told
+from fedloom.hypernets.layers import check_named, check_told, sizes_told
 from fedloom.hypernets.multi_head import Place
 from fedloom.models.model import Model
 from fedloom.models.spec import ModelSpec, parse
@@ -35,8 +35,10 @@ def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, 
 
 def first_pieces(setup: Setup[Any], places: Iterable[Place]) -> dict[str, Params]:
     """A loom with a piece for whatever ``places`` need, if clients can keep and freeze what the options say."""
-    check_ways("keep_local", setup.config.keep_local, setup.architectures.values(), told_by_size=True)
-    check_ways("frozen", setup.config.frozen, setup.architectures.values(), told_by_size=False)
+    models = list({model.spec: model for model in setup.models.values()}.values())  # of newcomers too
+    check_named("keep_local", setup.config.keep_local, models)
+    check_named("frozen", setup.config.frozen, models)
+    check_told(setup.config.keep_local, models)
     pieces: dict[str, Params] = setup.config.loom().grow({}, places, setup.seed, setup.device, setup.dtype)
     return pieces
 
