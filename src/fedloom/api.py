@@ -256,11 +256,14 @@ class Run:
             raise unknown("split", split, [*SPLITS, "all"])
         return self.simulation.evaluate(split)
 
-    def evaluate_global(self, split: str = "test") -> dict[ClientId, Any]:
-        """The score of the method's global model, if it has one, on every participant's own data."""
+    def evaluate_global(self, split: str = "test", *, unseen: bool = False) -> dict[ClientId, Any]:
+        """The score of the method's global model, if it has one, on every participant's own data.
+
+        ``unseen``: on the data of each client that was held out instead. Nothing is trained on them.
+        """
         if split not in (*SPLITS, "all"):
             raise unknown("split", split, [*SPLITS, "all"])
-        return self.simulation.evaluate_global(split)
+        return self.simulation.evaluate_global(split, unseen=unseen)
 
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.

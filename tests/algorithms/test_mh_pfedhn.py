@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State, places_of
+from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.config import build
 from fedloom.core.contract import Cohort, Home, Setup
@@ -26,6 +26,7 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.vectors import to_vector
 from fedloom.hypernets.multi_head import TRUNK
+from fedloom.hypernets.places import places_of
 from fedloom.hypernets.sparse import change_in
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -600,7 +601,7 @@ def test_a_carry_is_a_tree_of_tensors() -> None:
     """What a graph records: nothing but tensors."""
     model = Model(parse("mlp:hidden=5", (1, 6, 6), 3))
     home = home_of(model, frozen=("hidden",))
-    memory = {"buffers": {}, **mh_pfedhn.first_memory(model, home.config, 0)}
+    memory = {"buffers": {}, **ALGORITHM.first_memory(model, home.config, 0)}
     carry = mh_pfedhn.client_init(home, {}, {"vector": torch.zeros(model.size)}, memory)
     assert isinstance(carry, Carry) and carry.moves.keys() == {"hidden.0.weight", "hidden.0.bias"}
     assert all(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(carry))
@@ -612,3 +613,26 @@ def test_two_ways_that_a_client_cannot_tell_apart_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--keep-local hidden.0 and hidden.1 leave as many parameters of mlp:hidden"):
         play(ALGORITHM, federation, rounds=0, keep_local=("hidden.0", "hidden.1"), **SMALL)
     play(ALGORITHM, federation, rounds=0, keep_local=("hidden.0", "hidden.0", "none"), **SMALL)
+
+
+def test_ways_that_a_newcomers_network_cannot_have_are_refused_before_anybody_trains() -> None:
+    """Of the newcomer's hidden.0 and output nothing would be left; participants keep their hidden.1."""
+    ways, small = ("hidden.0+output",), Model(parse("mlp:hidden=5", (1, 6, 6), 3), dtype=torch.float64)
+    federation = small_federation(("mlp:hidden=5x4",))
+    played = play(ALGORITHM, federation, rounds=1, admit_rounds=1, keep_local=ways, **SMALL)
+    joined = federation.joined_by("new", small, federation.x[:5], federation.y[:5])
+    refusal = r"--keep-local leaves nothing of mlp:hidden=5\. Name fewer layers, or another network\."
+    with pytest.raises(ConfigError, match=refusal):  # a run with such an unseen client
+        play(ALGORITHM, joined, rounds=0, keep_local=ways, **SMALL)
+    setup, ears = dataclasses.replace(played.setup, models=joined.models), Ears()
+    with pytest.raises(ConfigError, match=refusal):  # one that comes after training
+        ALGORITHM.admit(setup, played.state, Cohort(1, ("new",)), ears(played.engine.ask))
+    assert not ears.asked
+
+
+def test_layers_that_only_a_newcomer_has_can_be_named() -> None:
+    federation = small_federation()
+    deep = Model(parse("mlp:hidden=5x4", (1, 6, 6), 3), dtype=torch.float64)
+    federation = federation.joined_by("new", deep, federation.x[:5], federation.y[:5])
+    played = play(ALGORITHM, federation, rounds=1, admit_rounds=1, keep_local=("hidden.1",), **SMALL)
+    assert len(admitted(played, ("new",))["new"]["vector"]) == deep.size - (5 * 4 + 4)

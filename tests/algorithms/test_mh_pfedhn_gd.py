@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import play, setup_of, small_federation
-from fedloom.algorithms import mh_pfedhn, mh_pfedhn_gd
-from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, deploying, distilled, global_model, global_network
+from fedloom.algorithms import mh_pfedhn
+from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, global_model
 from fedloom.core.contract import Cohort, Program
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.core.vectors import to_vector
+from fedloom.hypernets.distillation import distilled
+from fedloom.hypernets.places import deploying, global_network, global_place
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from tiny import Ears, lines
@@ -121,7 +123,7 @@ def test_the_global_step_is_weighted_by_numbers_of_samples() -> None:
     start = ALGORITHM.init(played.setup)
     weights = {"0": 9, "1": 4, "2": 13, "3": 7, "4": 5}
     mean = sum(watch.replies[0][c]["delta"] * w / 38 for c, w in weights.items())
-    place = mh_pfedhn_gd.global_place(played.setup)
+    place = global_place(played.setup)
     leaves = {
         piece: {n: start.pieces[piece][n].clone().requires_grad_() for n in start.pieces[piece]}
         for piece in ("trunk", place.head, place.vectors)

@@ -172,7 +172,9 @@ def test_a_global_model_is_evaluated_and_exported(cli, refused):
     assert 0 <= found["metrics"]["global/participants/test/accuracy"] <= 1 and set(found["clients"]) == set("0123")
     assert cli("export", "a", "--global", "--out", "models").out == "models/global.safetensors\n"
     assert "model = load_model" in Path("models/global.py").read_text()
-    assert "leave out one of --global and --unseen" in refused("evaluate", "a", "--global", "--unseen")
+    found = json.loads(cli("evaluate", "a", "--global", "--unseen", "--split", "all", "--json").out)
+    assert 0 <= found["metrics"]["global/unseen/all/accuracy"] <= 1 and set(found["clients"]) == {"4"}
+    assert "--global is there without" in refused("evaluate", "a", "--global", "--unseen", "--samples", 3)
     assert "Say whose models to write" in refused("export", "a", "--global", "--all")
 
 

@@ -132,6 +132,11 @@ def test_a_vit_sees_where_a_patch_is() -> None:
     torch.testing.assert_close(model(x), model(moved))
 
 
+def test_a_number_written_as_a_list_of_one_is_that_number() -> None:
+    model = parse("vit:patch=2x:width=6x:depth=1x:heads=3x", (1, 4, 4), 2).build()
+    assert model(torch.zeros(1, 1, 4, 4)).shape == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("network", "shape", "options", "message"),
     [
@@ -152,6 +157,13 @@ def test_a_vit_sees_where_a_patch_is() -> None:
             (1, 8, 8),
             {"patch": 16},
             "vit needs images of at least 16x16 pixels; got (1, 8, 8). Use --model lenet or mlp.",
+        ),
+        (
+            ViT,
+            (1, 8, 12),
+            {"patch": 3},
+            "vit needs a patch that divides the height and the width of images; got 3 for (1, 8, 12). "
+            "Write e.g. --model vit:patch=2.",
         ),
         (
             SqueezeNet11,
@@ -183,7 +195,7 @@ def loss(model: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> T
 )
 def test_vmap_over_clients_equals_a_loop(network: Network, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    shape = (2, 21, 21)
+    shape = (2, 24, 24)
     models = [network(shape, 4, **options).double() for _ in range(2)]
     params, _ = stack_module_state(models)
     x, y = torch.randn(2, 3, *shape, dtype=torch.float64), torch.randint(4, (2, 3))
@@ -201,8 +213,8 @@ def test_vmap_over_clients_equals_a_loop(network: Network, options: dict[str, An
 @pytest.mark.parametrize("name", ["squeezenet1_0", "squeezenet1_1", "vit:depth=1:width=12"])
 def test_each_is_a_model_of_fedloom(name: str) -> None:
     """Dropout from keys and all: the same key gives the same outputs."""
-    model = Model(parse(name, (1, 21, 21), 3))
-    params, x = model.init(0), torch.randn(4, 1, 21, 21)
+    model = Model(parse(name, (1, 24, 24), 3))
+    params, x = model.init(0), torch.randn(4, 1, 24, 24)
     mask, key = torch.ones(4, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
     one, _ = model.train(params, {}, x, mask, key)
     other, _ = model.train(params, {}, x, mask, key)

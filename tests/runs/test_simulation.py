@@ -413,15 +413,16 @@ def test_a_model_drawn_at_random_is_worth_the_mean_over_participants() -> None:
 
 
 def test_the_global_model_is_tried_on_everybodys_data() -> None:
-    built = simulation("mh_pfedhn_gd", model="mlp:hidden=4,mlp:hidden=3", chunk=32)
+    built = simulation("mh_pfedhn_gd", model="mlp:hidden=4,mlp:hidden=3", chunk=32, unseen=2)
     built.train_round()
     network, params = built.global_model()
     assert str(network.spec) == "mlp:hidden=3"  # the smallest client's
-    for client, score in built.evaluate_global("test").items():
+    participants, newcomers = built.evaluate_global("test"), built.evaluate_global("test", unseen=True)
+    for client, score in {**participants, **newcomers}.items():
         own = torch.as_tensor(built.federation.roster[client].of("test"))
         right = network(params, {}, built.federation.x[own]).argmax(1) == built.federation.y[own]
         assert score.metric == pytest.approx(right.double().mean().item())
-    assert set(built.evaluate_global("test")) == set(built.setup.clients)
+    assert set(participants) == set(built.setup.clients) and set(newcomers) == set(built.federation.unseen)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn", "pfedhn_pc", "hyperfedzero"])

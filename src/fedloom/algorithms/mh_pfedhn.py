@@ -24,7 +24,7 @@ with ``top_share`` counts the places too, which Table 26 leaves out. Other decis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -33,17 +33,16 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
-from fedloom.core.errors import RoundError
-from fedloom.core.random import stream
-from fedloom.core.training import Training, begin, like_report, remember, report, train_step
-from fedloom.core.trees import ClientId, Params, Tree
+from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Program, Sent, Setup
+from fedloom.core.training import Training, begin, like_report, remember, report
+from fedloom.core.trees import ClientId, Params, PerClient, Tree
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.layers import check_ways, layer_memory, put_back_frozen, shaped, sizes_told, without_frozen
+from fedloom.hypernets.layers import first_layers, keep_layers, not_woven, shaped, train_unfrozen
 from fedloom.hypernets.multi_head import MultiHeadConfig, Place, adam_states, adam_step, pull_back, weave
 from fedloom.hypernets.newcomers import find_pieces
+from fedloom.hypernets.places import first_pieces, places_of
 from fedloom.hypernets.sparse import change_in, largest, like_largest
-from fedloom.hypernets.weaving import one_by_one
+from fedloom.hypernets.weaving import one_by_one, turns
 from fedloom.privacy.laplace import with_laplace_noise
 
 
@@ -82,30 +81,10 @@ class State(NamedTuple):
     optimiser: Mapping[str, Tree]
 
 
-def init(setup: Setup[Config]) -> State:
-    """Vectors from N(0, 0.002^2); a loom as ``nn.Linear`` initialises it."""
-    return start(setup, places_of(setup, setup.clients).values())
-
-
-def start(setup: Setup[Any], places: Iterable[Place]) -> State:
-    """The state before round 1, with a piece for whatever ``places`` need."""
-    check_ways("keep_local", setup.config.keep_local, setup.architectures.values(), told_by_size=True)
-    check_ways("frozen", setup.config.frozen, setup.architectures.values(), told_by_size=False)
-    pieces = setup.config.loom().grow({}, places, setup.seed, setup.device, setup.dtype)
+def init(setup: Setup[Any], *others: Place) -> State:
+    """Vectors from N(0, 0.002^2), for the models of ``others`` too; a loom as ``nn.Linear`` initialises it."""
+    pieces = first_pieces(setup, [*places_of(setup, setup.clients).values(), *others])
     return State(pieces, adam_states(pieces))
-
-
-def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, Place]:
-    """Where each client's model comes from; a client that is not in the roster is a newcomer."""
-    sizes, roster = sizes_told(setup, clients), set(setup.clients)
-    return {
-        client: setup.config.place(
-            f"vectors.{setup.rows([client])[0]}" if client in roster else f"newcomer.{client}",
-            setup.models[client],
-            sizes[client],
-        )
-        for client in clients
-    }
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
@@ -117,24 +96,16 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
 def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Program) -> tuple[State, Tensor]:
     """Weave, ask and step, for the whole cohort or for one client after another; the mean training loss."""
     loom, config, places = setup.config.loom(), setup.config, places_of(setup, cohort.clients)
-    clients = sorted(cohort.clients, key=lambda c: setup.rows([c]))
-    groups = [clients]
-    if config.server_step == "in_turn":
-        groups = [[clients[i]] for i in stream(setup.seed, cohort.round, "turns").permutation(len(clients))]
+
+    def answers(clients: Sequence[ClientId]) -> PerClient:  # of models woven from the state as it is then
+        return ask(train, {}, weave(loom, state.pieces, {client: places[client] for client in clients}))
+
     losses: list[Tensor] = []
-    silence: RoundError | None = None
-    for group in groups:
-        try:
-            replies = ask(train, {}, weave(loom, state.pieces, {c: places[c] for c in group}))
-        except RoundError as error:
-            silence = error
-            continue
+    for replies in turns(setup, cohort, answers):
         losses += [tree["loss"] for _, tree in replies.groups]
         for part in [replies] if config.server_step == "cohort_mean" else one_by_one(setup, replies):
             grads = pull_back(loom, state.pieces, places, part, change_in)
             state = State(*adam_step(*state, grads, config.server_lr, config.server_clip))
-    if silence and not losses:  # a client that fails in its turn ends the round only if all do
-        raise silence
     return state, torch.cat(losses).mean()
 
 
@@ -160,16 +131,13 @@ class Carry(NamedTuple):
 def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
     """Give the vector its shapes, and put the client's own layers in."""
     woven = shaped(home.model, home.config.keep_local, mine["vector"])
-    kept = {name: value for name, value in memory.get("kept", {}).items() if name not in woven}
-    training = begin(home, {**woven, **kept}, memory)
+    training = begin(home, {**woven, **not_woven(memory.get("kept", {}), woven)}, memory)
     return Carry(training._replace(start=woven), memory.get("moves", {}))
 
 
 def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
-    """One step on the client's own loss; frozen layers stay, whatever momentum or decay would do."""
-    before, moves = carry.training.params, carry.moves
-    after = train_step(home, carry.training, batch, correction=partial(without_frozen, moves=moves))
-    return carry._replace(training=after._replace(params=put_back_frozen(after.params, before, moves)))
+    """One step on the client's own loss; frozen layers stay."""
+    return carry._replace(training=train_unfrozen(home, carry.training, batch, carry.moves))
 
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:
@@ -177,16 +145,8 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     config, training = home.config, carry.training
     change = to_vector({name: training.params[name] - woven for name, woven in training.start.items()})
     change = with_laplace_noise(home, change, config.laplace_noise)
-    after = remember(home, training, memory)
-    if "kept" in memory:  # of every way to keep layers; this client has one
-        own = {name: value for name, value in training.params.items() if name not in training.start}
-        after["kept"] = {**memory["kept"], **own}
+    after = keep_layers(remember(home, training, memory), not_woven(training.params, training.start))
     return {**largest(change, config.top_share), **report(home, training)}, after
-
-
-def first_memory(model: Model, config: Config, seed: int) -> Tree:
-    """The layers that clients keep, and which layers this client can train."""
-    return layer_memory(model, config.keep_local, config.frozen, seed)
 
 
 def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
@@ -218,7 +178,7 @@ ALGORITHM = Algorithm(
     init=init,
     round=round,
     personalise=personalise,
-    first_memory=first_memory,
+    first_memory=first_layers,
     client_deploy=client_deploy,
     admit=admit,
     cohort=1,  # Algorithm 1 in the authors' code: one client after another, a step each

@@ -27,28 +27,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn import State, places_of
+from fedloom.algorithms.mh_pfedhn import State
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Needs, Program, Setup
-from fedloom.core.random import stream
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Setup
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
-from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.core.trees import PerClient, Tree
 from fedloom.core.vectors import from_vector, to_vector
 from fedloom.hypernets.distillation import distilled, guest_of, statistics_of, teacher_in
-from fedloom.hypernets.multi_head import Place, adam_step, pull_back
+from fedloom.hypernets.multi_head import adam_step, pull_back, weave
+from fedloom.hypernets.places import GLOBAL, deploying, global_network, global_place
 from fedloom.hypernets.sparse import change_in
-from fedloom.models.model import Model
-from fedloom.models.spec import ModelSpec, parse
 from fedloom.privacy.laplace import with_laplace_noise
-
-GLOBAL = "global"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +68,9 @@ class Config(mh_pfedhn.Config):
     global_share: float = option(1.0, "Share of the clients that deploy the global model (D.13).", low=0, high=1)
 
 
-def init(setup: Setup[Config]) -> State:
+def init(setup: Setup[Any]) -> State:
     """As MH-pFedHN, and vectors for the global model."""
-    return mh_pfedhn.start(setup, [*places_of(setup, setup.clients).values(), global_place(setup)])
-
-
-def global_place(setup: Setup[Any]) -> Place:
-    """Eq. 5: vectors of its own, the head of clients with as many."""
-    network = global_network(setup)
-    place: Place = setup.config.place(f"vectors.{GLOBAL}", network, network.size)
-    return place
-
-
-def global_network(setup: Setup[Any]) -> Model:
-    """The network of the global model: the smallest client's, or the one that the options name."""
-    models = [setup.models[client] for client in setup.clients]
-    if not setup.config.global_model:
-        return cast(Model, min(models, key=lambda model: model.size))
-    like = cast(ModelSpec, models[0].spec)
-    spec = parse(setup.config.global_model, like.input_shape, like.num_outputs)
-    return network_of(spec, setup.device, setup.dtype)
-
-
-@cache  # one object for all rounds: it is part of a program, and equal programs share a recorded graph
-def network_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Model:
-    """The network of a spec."""
-    return Model(spec, device, dtype)
+    return mh_pfedhn.init(setup, global_place(setup))
 
 
 def global_model(setup: Setup[Any], state: State) -> tuple[Model, dict[str, Tensor]]:
@@ -108,15 +80,14 @@ def global_model(setup: Setup[Any], state: State) -> tuple[Model, dict[str, Tens
 
 
 def weave_global(setup: Setup[Any], state: State) -> Tensor:
-    """w_g = h(v_g; phi), cut to K_g."""
-    with torch.no_grad():
-        woven: Tensor = setup.config.loom()(state.pieces, [global_place(setup)])[0]
+    """Eq. 5: w_g = h(v_g; phi), cut to K_g."""
+    woven: Tensor = weave(setup.config.loom(), state.pieces, {GLOBAL: global_place(setup)})[GLOBAL]["vector"]
     return woven
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 2: a step on the global model, then a step on each personal one."""
-    config, chosen = setup.config, deploying(setup)
+    config, chosen = setup.config, deploying(setup)  # App. D.13
     trainers = [client for client in cohort.clients if client in chosen]
     found, silent = {}, set()
     if trainers:
@@ -127,13 +98,6 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     asked = cohort._replace(clients=tuple(client for client in cohort.clients if client not in silent))
     state, loss = mh_pfedhn.learn(setup, state, asked, ask, program(config, global_network(setup)))
     return state, {"local_loss": loss, **found}
-
-
-def deploying(setup: Setup[Any]) -> set[ClientId]:
-    """The clients that can run a second model (App. D.13)."""
-    order = stream(setup.seed, "global model").permutation(len(setup.clients))
-    number = int(setup.config.global_share * len(order) + 0.5)
-    return {setup.clients[row] for row in order[:number]}
 
 
 def learn_global(setup: Setup[Any], state: State, replies: PerClient) -> State:

@@ -82,17 +82,19 @@ def evaluate(
         raise unknown("split", split, [*SPLITS, "all"])
     if not unseen and (mode != "admit" or samples):
         raise ConfigError("--mode and --samples are about clients held out of training; give --unseen too.")
-    if unseen and of_global:
-        raise ConfigError("--global is tried on participants' data; leave out one of --global and --unseen.")
+    if of_global and (mode != "admit" or samples):
+        raise ConfigError("--mode and --samples are about models for newcomers; --global is there without them.")
     loaded = api.load(run, which=_checkpoint(which), adapt=adapt)
+    loaded = loaded.for_newcomers if unseen else loaded
+    if unseen and not loaded.simulation.federation.unseen:
+        raise RunError(f"{loaded.path} held no clients out of training; run with --unseen to hold some out.")
     scores: dict[str, Any] = {}
-    if unseen:
-        loaded = loaded.for_newcomers
-        metrics = _unseen(loaded, split, mode, samples)
+    if unseen and not of_global:
+        metrics = loaded.evaluate_unseen(split, mode, samples)
     else:
-        scores = loaded.evaluate_global(split) if of_global else loaded.evaluate(split)
-        whose = "global" if of_global else "deployed"
-        metrics = summarise(scores, loaded.simulation.setup.task, "participants", split, whose)
+        scores = loaded.evaluate_global(split, unseen=unseen) if of_global else loaded.evaluate(split)
+        model, group = "global" if of_global else "deployed", "unseen" if unseen else "participants"
+        metrics = summarise(scores, loaded.simulation.setup.task, group, split, model)
     if not metrics:
         raise RunError(f"No client of {run} has {split} data; choose another --split.")
     clients = {client: score._asdict() for client, score in scores.items()}
@@ -175,10 +177,3 @@ def _checkpoint(which: str | None) -> Any:
     if not which.isdecimal():
         raise ConfigError(f"--which is {which!r}; give best, last or the number of a round.")
     return int(which)
-
-
-def _unseen(loaded: Any, split: str, mode: str, samples: int) -> dict[str, float]:
-    if not loaded.simulation.federation.unseen:
-        raise RunError(f"{loaded.path} held no clients out of training; run with --unseen to hold some out.")
-    found: dict[str, float] = loaded.evaluate_unseen(split, mode, samples)
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fedloom.core.config import flag
-from fedloom.core.contract import Model, Setup
+from fedloom.core.contract import Batch, Home, Model, Setup
 from fedloom.core.errors import ConfigError
-from fedloom.core.trees import ClientId, Params
+from fedloom.core.training import Training, train_step
+from fedloom.core.trees import ClientId, Params, Tree
 from fedloom.core.vectors import from_vector
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -45,11 +47,8 @@ def size_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, told_by_size: bool) -> None:
-    """Refuse layers that no model has and, where clients tell their way by the size of what is left, what they cannot.
-
-    Nothing may be left of no model, and no two ways may leave different layers of one size.
-    """
+def check_named(option: str, ways: Sequence[str], models: Iterable[Model]) -> None:
+    """Refuse layers that no model has."""
     models = list(models) if ways else []
     for layer in (layer for way in ways for layer in way.split("+") if layer != "none"):
         if not any(selected(model, layer) for model in models):
@@ -57,15 +56,22 @@ def check_ways(option: str, ways: Sequence[str], models: Iterable[Model], *, tol
             raise ConfigError(
                 f"{flag(option)} names {layer!r}, which no model has. Choose from head, body, none, {', '.join(known)}."
             )
-    for model in models if told_by_size else ():
+
+
+def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
+    """Refuse ways to keep layers that clients could not tell by the size of what is left.
+
+    Something must be left of every model, and no two ways may leave different layers of one size.
+    """
+    for model in models if ways else ():
         left = rest(model, ways)
         if not all(left):
-            raise ConfigError(f"{flag(option)} leaves nothing of {model.spec}. Name fewer layers.")
+            raise ConfigError(f"--keep-local leaves nothing of {model.spec}. Name fewer layers, or another network.")
         for (one, a), (other, b) in combinations(zip(ways, left), 2):
             if size_of(a) == size_of(b) and a != b:
                 raise ConfigError(
-                    f"{flag(option)} {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by "
-                    "which a client tells what is its own. Name other layers."
+                    f"--keep-local {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by which "
+                    "a client tells what is its own. Name other layers, or another network."
                 )
 
 
@@ -78,9 +84,10 @@ def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId,
     return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
 
 
-def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str], seed: int) -> dict[str, Any]:
+def first_layers(model: Model, config: Any, seed: int) -> dict[str, Any]:
     """What a client remembers of its layers: ``kept``, those that it has of its own, and which of them it ``moves``."""
     memory: dict[str, Any] = {}
+    keep_local, frozen = config.keep_local, config.frozen
     if keep_local:
         kept = selected(model, *keep_local)
         memory["kept"] = {name: value for name, value in model.init(seed).items() if name in kept}
@@ -91,16 +98,30 @@ def layer_memory(model: Model, keep_local: Sequence[str], frozen: Sequence[str],
     return memory
 
 
+def not_woven(layers: Params, woven: Params) -> dict[str, Tensor]:
+    """The client's own among ``layers``: of every way to keep some it has one, and the server weaves the rest."""
+    return {name: value for name, value in layers.items() if name not in woven}
+
+
+def keep_layers(memory: Tree, own: Params) -> dict[str, Any]:
+    """``memory`` with the client's own layers as they are now, if it keeps any."""
+    return {**memory, "kept": {**memory["kept"], **own}} if "kept" in memory else dict(memory)
+
+
 def shaped(model: Model, keep_local: Sequence[str], vector: Tensor) -> dict[str, Tensor]:
     """The woven parameters; which layers they are follows from their number."""
     return from_vector(vector, next(s for s in rest(model, keep_local) if size_of(s) == len(vector)))
 
 
-def without_frozen(grads: Params, moves: Params) -> dict[str, Tensor]:
+def train_unfrozen(home: Home, carry: Training, batch: Batch, moves: Params) -> Training:
+    """One step of the layers that move, ``moves`` being 1 or missing; the others stay, whatever momentum would do."""
+    after = train_step(home, carry, batch, correction=partial(_without_frozen, moves=moves))
+    before, trained = carry.params, after.params
+    return after._replace(
+        params={n: torch.where(moves[n] > 0, p, before[n]) if n in moves else p for n, p in trained.items()}
+    )
+
+
+def _without_frozen(grads: Params, moves: Params) -> dict[str, Tensor]:
     """Gradients of zero for layers that do not move."""
     return {name: grad * moves[name] if name in moves else grad for name, grad in grads.items()}
-
-
-def put_back_frozen(after: Params, before: Params, moves: Params) -> dict[str, Tensor]:
-    """Layers that do not move as they were, whatever momentum or decay did."""
-    return {n: torch.where(moves[n] > 0, p, before[n]) if n in moves else p for n, p in after.items()}

@@ -17,6 +17,7 @@ from fedloom.core.optim import Optimiser
 from fedloom.core.shares import ask_class_shares
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 from fedloom.hypernets import multi_head
+from fedloom.hypernets.layers import check_told
 from fedloom.hypernets.multi_head import Pieces, Place, adam_states, adam_step
 from fedloom.hypernets.sparse import change_in
 from fedloom.hypernets.weaving import Loom, pull_back, weave
@@ -59,6 +60,7 @@ def embed(
 def find_pieces(setup: Setup[Any], pieces: Pieces, places: Mapping[ClientId, Place], train: Program, ask: Ask) -> Sent:
     """Freeze the pieces that are there; step on those that newcomers need besides: vectors, and heads of new sizes."""
     loom, config = setup.config.loom(), setup.config
+    check_told(config.keep_local, [setup.models[client] for client in places])  # a newcomer's network can be new
     grown: Pieces = loom.grow(pieces, places.values(), setup.seed, setup.device, setup.dtype)
     fresh = {piece: params for piece, params in grown.items() if piece not in pieces}
     memory: Mapping[str, Tree] = adam_states(fresh)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.core.contract import Setup
-from fedloom.core.errors import NeedsError
+from fedloom.core.contract import Cohort, Setup
+from fedloom.core.errors import NeedsError, RoundError
+from fedloom.core.random import stream
 from fedloom.core.trees import ClientId, Params, PerClient
 
 MAX_RECORDED = 10
@@ -87,3 +88,26 @@ def _pick(table: Tensor, rows: list[int]) -> Tensor:
 def one_by_one(setup: Setup[Any], replies: PerClient) -> list[PerClient]:
     """Each reply, in the roster's order: for one step of the server after another."""
     return [PerClient([([c], replies.pick([c]))]) for c in sorted(replies, key=lambda c: setup.rows([c]))]
+
+
+def turns(setup: Setup[Any], cohort: Cohort, answers: Callable[[Sequence[ClientId]], PerClient]) -> Iterator[PerClient]:
+    """``answers`` of the whole cohort; with ``server_step=in_turn`` of one client after another, in an order drawn.
+
+    Each is asked when its turn has come, not before. One that fails costs its turn and nothing else, unless all do.
+    """
+    clients = sorted(cohort.clients, key=lambda c: setup.rows([c]))
+    groups = [clients]
+    if setup.config.server_step == "in_turn":
+        groups = [[clients[i]] for i in stream(setup.seed, cohort.round, "turns").permutation(len(clients))]
+    silence: RoundError | None = None
+    heard = False
+    for group in groups:
+        try:
+            replies = answers(group)
+        except RoundError as error:
+            silence = error
+            continue
+        heard = True
+        yield replies
+    if silence and not heard:
+        raise silence

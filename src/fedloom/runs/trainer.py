@@ -183,14 +183,14 @@ class Trainer:
         state = self.state if self.algorithm is self.base else self.base.state(**self.state.base)
         return self.base.global_model(self.setup, state)
 
-    def evaluate_global(self, split: str) -> dict[ClientId, Score]:
-        """The scores of the global model on a split of every participant's own data."""
+    def evaluate_global(self, split: str, *, unseen: bool = False) -> dict[ClientId, Score]:
+        """The scores of the global model on a split of every participant's own data, or of every unseen client's."""
         network, params = self.global_model()
         self.engine.begin(f"evaluation after round {self.round}")
         return evaluate(
             with_network(self.base, network),
             lambda clients: Sent({"params": params}, PerClient.empty(clients)),
-            self.federation.having(split, self.setup.clients),
+            self.federation.having(split, self.federation.unseen if unseen else self.setup.clients),
             split,
             self.engine.ask,
             higher_is_better=self.setup.task.higher_is_better,

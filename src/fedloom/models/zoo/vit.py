@@ -73,12 +73,19 @@ class ViT(nn.Module):
         heads: int = 3,
     ) -> None:
         super().__init__()
-        for option, value in (("patch", patch), ("width", width), ("depth", depth), ("heads", heads)):
-            check_widths(self.name, option, value, count=1)
+        given = {"patch": patch, "width": width, "depth": depth, "heads": heads}
+        # a width of 96x on the command line is one too
+        (patch,), (width,), (depth,), (heads,) = (check_widths(self.name, o, v, count=1) for o, v in given.items())
         check_grid(self.name, input_shape, at_least=patch)
         if width % heads:
             raise ConfigError(f"vit needs a width that its heads divide; got {width} and {heads}. Change one of them.")
         channels, height, breadth = input_shape
+        if height % patch or breadth % patch:
+            fits = max(size for size in range(1, patch) if not (height % size or breadth % size))
+            raise ConfigError(
+                f"vit needs a patch that divides the height and the width of images; got {patch} for {input_shape}. "
+                f"Write e.g. --model vit:patch={fits}."
+            )
         tokens = 1 + (height // patch) * (breadth // patch)
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
