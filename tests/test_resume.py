@@ -428,3 +428,22 @@ def test_resuming_does_not_touch_torch_s_generator(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     api.resume(done.path, rounds=2, progress="quiet")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("large", [(0, 1 << 62), (1 << 62, 0)], ids=["to a GPU", "from a GPU"])
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc", "it_pfl_hn"])
+def test_a_large_table_goes_on_where_its_recent_rows_are_kept_otherwise(
+    method: str, large: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they lie beside the table, on a GPU in it (``hypernets.outer``)."""
+    straight = fedloom.run(method, out=str(tmp_path / "straight"), progress="quiet", **TINY)
+    monkeypatch.setattr("fedloom.hypernets.outer.LARGE", large[0])
+    moved = fedloom.run(method, out=str(tmp_path / "moved"), progress="quiet", **{**TINY, "rounds": 3})
+    before = bits(moved.path)
+    monkeypatch.setattr("fedloom.hypernets.outer.LARGE", large[1])
+    api.resume(moved.path, rounds=6, progress="quiet")
+    assert records(moved.path) == records(straight.path)
+    after, expected = bits(moved.path), bits(straight.path)
+    assert [any("recent" in name for name in found) for found in (before, after)] == [limit == 0 for limit in large]
+    same = [name for name in expected if large[1] or name.startswith("state/loom/")]
+    assert same and [after[name] for name in same] == [expected[name] for name in same]

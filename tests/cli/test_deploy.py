@@ -39,6 +39,17 @@ def test_init_writes_an_app_whose_table_is_complete_and_can_be_read(method: str,
         assert (tmp_path / "ward" / file).is_file()
 
 
+@pytest.mark.parametrize("method", ["mh_pfedhn", "mh_pfedhn_gd"])
+def test_a_preset_that_is_chosen_in_the_apps_table_is_in_force(method: str, cli: Cli, tmp_path: Path) -> None:
+    assert cli("deploy", "init", "ward", "--method", method, "--dataset", "digits", "--set", "local-lr=0.5").code == 0
+    file = tmp_path / "ward" / "pyproject.toml"
+    file.write_text(file.read_text().replace('preset = "text"', 'preset = "code"'))
+    config = app_in(tmp_path / "ward").settings.config
+    code = algorithms.get(method).config.PRESETS["code"]
+    assert (config.local_epochs, config.weight_decay) == (code["local_epochs"], code["weight_decay"]) == (1, 5e-4)
+    assert config.local_lr == 0.5  # what was given wins
+
+
 def test_names_in_an_app_do_not_clash() -> None:
     for method in algorithms.names():
         own = {field.name for field, _ in fields(algorithms.get(method).config)}

@@ -118,6 +118,13 @@ def test_a_node_can_have_options_of_its_own_but_not_other_privacy() -> None:
         own_config(plain, {"descriptor-epsilon": 0.5})
 
 
+@pytest.mark.parametrize("option", [{"preset": "code"}, {"local-epochs": 5}, {"batch-size": 1, "local-steps": 3}])
+def test_what_is_the_same_for_all_is_not_quietly_left_out_of_a_nodes_options(option: dict[str, Any]) -> None:
+    config = read(table_of("mh_pfedhn", small_federation())).config
+    with pytest.raises(Refusal, match=f"was given {', '.join(option)}, which is the same for the whole federation"):
+        own_config(config, option)
+
+
 def test_a_store_keeps_what_it_is_told_to_keep(tmp_path: Path) -> None:
     store = Store(tmp_path / "node")
     assert store.load("run", 0) is None

@@ -3,7 +3,7 @@
 
 What a node may be told (``flower-supernode --node-config``): ``client`` (its name), ``folder`` (where its secret and
 memory lie), ``role`` (participant or newcomer), ``device``, whatever the user's two functions read, and any option of
-the method that this client wants otherwise, e.g. ``descriptor-epsilon``.
+the method that this client wants otherwise, e.g. ``descriptor-epsilon``, but for those that are the federation's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from fedloom.runs.export import export
 from fedloom.runs.files import write_file
 from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.trainer import algorithm_of
+
+COMMON = {"preset", "local_steps", "local_epochs", "batch_size", "encoder_steps"}
+"""Options that a node cannot have otherwise: what they say comes with the server's message, ready made."""
 
 NodeConfig = Mapping[str, Any]
 LoadData = Callable[[NodeConfig], Mapping[str, tuple[Any, Any]] | tuple[Any, Any]]
@@ -214,6 +217,11 @@ def own_config(config: Any, node: NodeConfig) -> Any:
     names = {field.name for field in fields(config)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}
+    if own.keys() & COMMON:
+        raise Refusal(
+            f"was given {', '.join(sorted(own.keys() & COMMON)).replace('_', '-')}, which is the same for the whole "
+            "federation. Set it in the app's table."
+        )
     made = build(type(config), own)
     changed = replace(config, **{name: getattr(made, name) for name in own})
     if getattr(changed, "private", None) != getattr(config, "private", None):

@@ -143,8 +143,12 @@ def _settings(method: str, given: Mapping[str, Any]) -> Iterator[str]:
     for kind, names in parts:
         wanted = [field for field in fields(kind) if names is None or field.name in names]
         made: Any = build(kind, {field.name: given[field.name] for field in wanted if field.name in given})
+        by_preset = {name for preset in getattr(kind, "PRESETS", {}).values() for name in preset} - given.keys()
         for field in wanted:
-            yield f"# {field.metadata['help']}\n{field.name.replace('_', '-')} = {_value(getattr(made, field.name))}\n"
+            value, about = getattr(made, field.name), field.metadata["help"]
+            if field.name in by_preset:  # written down it would win over a preset that is chosen later
+                value, about = "", f"{about} Empty: as the preset has it."
+            yield f"# {about}\n{field.name.replace('_', '-')} = {_value(value)}\n"
 
 
 def _value(value: Any) -> str:

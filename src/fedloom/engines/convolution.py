@@ -86,7 +86,7 @@ class _Patches(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, high: int, wide: int, parts: int) -> Tensor:
-        windows = x.unflatten(0, (parts, -1)).unfold(3, high, 1).unfold(4, wide, 1)
+        windows: Tensor = x.unflatten(0, (parts, -1)).unfold(3, high, 1).unfold(4, wide, 1)
         # (parts, samples, inputs, rows, columns, high, wide)
         return windows.permute(0, 2, 5, 6, 1, 3, 4).reshape(parts, x.shape[1] * high * wide, -1)
 

@@ -35,9 +35,23 @@ def begin_outer(outer: Optimiser, phi: Params, table: Tensor, *, learned: bool =
     counts = {"steps": table.new_zeros((), dtype=torch.int64), "seen": table.new_zeros(len(table), dtype=torch.int64)}
     memory = {**outer.init({**phi, "embeddings": table}), **counts}
     if learned and table.device.type == "cpu" and table.numel() >= LARGE:
-        none = torch.empty(0, dtype=torch.int64)
-        memory["recent"] = _recent(none, _read(table, memory, none), ROOM, len(table))
+        memory["recent"] = _none_beside(table, memory)
     return memory
+
+
+def rows_as_in(here: Tree, state: Tree) -> Tree:
+    """A checkpoint's state with rows beside its table, or none, as a state ``here`` has them; its values stay."""
+    ours, memory = (tree.get("optimiser", {}) for tree in (here, state))
+    if ours.keys() ^ memory.keys() != {"recent"}:
+        return state
+    table, rest = state["embeddings"], {name: branch for name, branch in memory.items() if name != "recent"}
+    if "recent" in ours:
+        return {**state, "optimiser": {**rest, "recent": _none_beside(table, rest)}}
+    recent = memory["recent"]
+    filled = recent["at"] < len(table)
+    rows = {name: recent[name][filled] for name in _tables(table, rest)}
+    table, whole = _write(table, rest, recent["at"][filled], rows)
+    return {**state, "embeddings": table, "optimiser": whole}
 
 
 def rows_now(setup: Setup[Any], table: Tensor, memory: Tree, clients: Sequence[ClientId]) -> Tensor:
@@ -64,6 +78,12 @@ def _read(table: Tensor, memory: Tree, at: Tensor) -> dict[str, Tensor]:
         for name, row in rows.items():
             row[found] = recent[name][place[found]]
     return rows
+
+
+def _none_beside(table: Tensor, memory: Tree) -> dict[str, Tensor]:
+    """Room beside the table, empty."""
+    none = torch.empty(0, dtype=torch.int64)
+    return _recent(none, _read(table, memory, none), ROOM, len(table))
 
 
 def _write(table: Tensor, memory: Tree, at: Tensor, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tree]:

@@ -26,6 +26,7 @@ from fedloom.core.random import stream
 from fedloom.core.recording import Reading
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, leaves, num_bytes
 from fedloom.engines.engine import AbstractEngine
+from fedloom.hypernets.outer import rows_as_in
 from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
 from fedloom.metrics.unseen import evaluate_handed_on
@@ -319,13 +320,14 @@ class Trainer:
         """Go back to a checkpoint; refuses one that is not of this method and federation.
 
         A checkpoint of the plain method fits its adapted form too: what settling finds is found anew. And one of the
-        adapted form fits the plain method: what settling found is left out.
+        adapted form fits the plain method: what settling found is left out. A large table comes from any device.
         """
         if self.algorithm is self.base and "base" in state and "base" not in self.state._asdict():
             state = state["base"]
         if self.algorithm is not self.base and "base" not in state:
             state = {**self.state._asdict(), "base": state}
             memory = {client: {**self.engine.recall(client), **tree} for client, tree in memory.items()}
+        state = rows_as_in(self.state._asdict(), state)
         expected = flatten(self.state._asdict())
         self._check_fit(expected, flatten(state), [*expected, *flatten(state)])
         foreign = [client for client in memory if client not in self.federation.roster]
