@@ -496,7 +496,10 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Module:
     if simulation.base.predict is not predict_with_target:
-        raise NeedsError(f"{simulation.algorithm.name} deploys more than one network; use predict instead of model.")
+        raise NeedsError(
+            f"{simulation.algorithm.name} deploys more than one network, so that there is no model to give or to "
+            "write. Use predict, from Python."
+        )
     model: Any = simulation.federation.roster[client].model
     plain = parameters.get("base", parameters)
     module: nn.Module = model.module(plain["params"], plain["buffers"])

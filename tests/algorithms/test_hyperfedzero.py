@@ -16,7 +16,7 @@ from conftest import Played, play, setup_of, small_federation
 from fedloom.algorithms.fedavg import client_init
 from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_step, embed, loom_of, penalty
 from fedloom.core.contract import Batch, Cohort, Home
-from fedloom.core.errors import NeedsError
+from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.random import fold, key, normal
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import tree_map
@@ -310,3 +310,8 @@ def test_the_defaults_are_the_papers() -> None:
     assert (config.embed_dim, config.balance, config.entropy) == (16, 1.0, 1.0)
     assert (config.hidden, config.chunk_size) == ((300, 300), 576)
     assert (config.condition, config.control, config.size_match) == ("parameters", "none", False)
+
+
+def test_a_size_is_not_matched_where_there_is_no_loom() -> None:
+    with pytest.raises(ConfigError, match="--size-match chooses the width of the loom, and with --condition input"):
+        Config(size_match=True, condition="input")

@@ -345,6 +345,40 @@ def test_the_loom_as_written_dies_and_says_so_once(caplog: pytest.LogCaptureFixt
     ]
 
 
+def test_a_loom_that_begins_dead_says_so_in_round_1_and_not_whenever_it_is_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    played = play(ALGORITHM, small_federation(), rounds=0)
+    setups = (dataclasses.replace(played.setup, seed=seed) for seed in range(99))
+    setup = next(setup for setup in setups if not hypergenfl.init(setup).alive.any())
+    state = hypergenfl.init(setup)
+    assert not caplog.records
+    for number in (1, 2, 3):
+        played.engine.begin(number)
+        state, _ = hypergenfl.round(setup, state, Cohort(number, setup.clients), played.engine.ask)
+        assert len(caplog.records) == 1 and "loom is dead" in caplog.records[0].message
+
+
+def test_a_cohort_without_a_living_head_is_no_dead_loom(caplog: pytest.LogCaptureFixture) -> None:
+    """Heads that are on for client 4 alone."""
+
+    def for_one(setup):
+        state = hypergenfl.init(setup)
+        table = torch.zeros_like(state.embeddings)
+        table[4, 0] = 50.0
+        loom = {name: torch.zeros_like(value) for name, value in state.loom.items()}
+        loom["head.weight"][:, 0], loom["head.bias"][:] = 1.0, -0.5
+        return state._replace(loom=loom, embeddings=table)
+
+    with caplog.at_level(logging.WARNING):
+        cohorts = [["0", "1"], ["3", "4"], ["0", "1"], ["2", "3"]]
+        played = play(
+            dataclasses.replace(ALGORITHM, init=for_one), small_federation(), rounds=4, cohorts=cohorts, server_lr=1e-6
+        )
+    assert [found["alive_heads"] for found in played.diagnostics] == [0.0, 2.0, 0.0, 0.0]
+    assert not caplog.records
+
+
 def test_the_living_start_stays_alive_and_tells_clients_apart(caplog: pytest.LogCaptureFixture) -> None:
     federation = small_federation(("testnets:Normed",))
     played = play(ALGORITHM, federation, rounds=40, start="alive", embed_init="random", local_lr=0.01)

@@ -64,6 +64,15 @@ def test_refusals(refused, trained: Path, tmp_path: Path) -> None:
     assert "would count it twice" in refused("run", "pfedhn", "--adapt", "prior")
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_told(refused, tmp_path: Path) -> None:
+    few = {**TINY, "rounds": 1, "local_steps": 1}
+    run = fedloom.run("hyperfedzero", out=tmp_path / "zero", progress="quiet", **few)
+    np.savez(tmp_path / "new.npz", x=load_data("digits").x[:9])
+    for more in ((), ("--adapt", "prior")):
+        told = refused("admit", run.path, "--data", tmp_path / "new.npz", *more)
+        assert "deploys more than one network, so that there is no model to give or to write." in told
+
+
 def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None:
     arrays = load_data("digits")
     x, y = arrays.x[:40], arrays.y[:40].copy()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.algorithms import mh_pfedhn
 from fedloom.core.config import build, check, convert, describe, fields, flag, option
 from fedloom.core.errors import ConfigError
 
@@ -107,7 +108,7 @@ def test_text_and_yaml_values_become_the_fields_type(name: str, given: Any, want
         ),
         ("widths", "3,0", "--widths is 0; it must be at least 1. Leave it out to use (3, 4)."),
         ("limit", "few", "--limit is 'few'; expected a whole number or none. Give such a value or leave it out."),
-        ("limit", 1, "--limit is 1; it must be at least 2. Leave it out to use None."),
+        ("limit", 1, "--limit is 1; it must be at least 2. Leave it out."),
         (
             "bach_size",
             1,
@@ -121,6 +122,12 @@ def test_what_cannot_be_is_refused_in_one_sentence(name: Any, given: Any, messag
     with pytest.raises(ConfigError) as caught:
         build(Config, {name: given})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("preset", [["code"], {"a": 1}, 3, None])
+def test_a_preset_that_is_no_name_is_refused_like_any_other_value(preset: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown value for --preset .* Choose from: code, text\."):
+        build(mh_pfedhn.Config, {"preset": preset})
 
 
 def test_options_that_are_known_elsewhere_are_among_the_nearest() -> None:

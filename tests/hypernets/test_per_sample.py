@@ -59,6 +59,16 @@ def test_appending_to_the_input_of_a_dense_layer_is_a_bias_per_sample() -> None:
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
 
 
+def test_the_first_layer_of_a_vit_is_its_patches_and_not_its_class_token() -> None:
+    model = Model(parse("vit", (1, 8, 8), 3), dtype=torch.float64)
+    assert next(iter(model.shapes)) == "class_token"
+    common, e = model.init(0), random(2, 4)
+    own = append(model, common, append_init(model, 4, 0, *DOUBLE), e)
+    assert list(own) == ["patches.bias"]
+    first, second = classify(model, common, own, {}, torch.ones(2, 1, 8, 8, dtype=torch.float64))
+    assert not torch.isclose(first, second).any()  # one image, told two things
+
+
 def test_appending_needs_a_bias() -> None:
     model = Model(parse("tiny:Line", (4,), 2))
     with pytest.raises(NeedsError) as caught:

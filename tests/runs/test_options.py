@@ -76,7 +76,7 @@ def test_a_cohort_is_a_count_or_a_share(cohort: float, clients: int, asked: int)
         ("unseen", "3", 3.0),
         ("data_root", "none", None),
         ("data_root", "/data", "/data"),
-        ("unseen_shift_strength", "2", 2.0),
+        ("adapt_clip", "2", 2.0),
         ("tracker", None, None),
         ("val_share", 0, 0.0),
     ],
@@ -85,6 +85,21 @@ def test_texts_become_values(name: str, text: Any, value: Any) -> None:
     found = getattr(build(RunOptions, {name: text}), name)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"unseen_shift": "blur"}, "--unseen-shift is about clients held out of training, and there are none."),
+        ({"unseen_partition": "dirichlet:1"}, "--unseen-partition is about clients held out"),
+        ({"unseen_model": "lenet_s"}, "--unseen-model is about clients held out"),
+        ({"unseen": 2, "unseen_shift_strength": 0.5}, "--unseen-shift-strength needs --unseen-shift"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(RunOptions, options)
+    assert str(error.value).startswith(reason)
 
 
 def test_options_survive_a_yaml_file() -> None:

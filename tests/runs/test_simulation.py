@@ -427,7 +427,7 @@ def test_the_global_model_is_tried_on_everybodys_data() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn", "pfedhn_pc", "hyperfedzero"])
 def test_models_that_cannot_be_handed_on_are_refused(method: str) -> None:
-    with pytest.raises(NeedsError, match="weaves no whole model for each participant"):
+    with pytest.raises(NeedsError, match=r"server of .* has no whole model for each participant"):
         simulation(method, unseen=1).evaluate_unseen(mode="ensemble")
 
 
@@ -486,12 +486,6 @@ def test_newcomers_come_for_the_first_time_each_time(method: str) -> None:
     built.evaluate_unseen(samples=2)
     assert built.evaluate_unseen() == first
     assert not set(built.engine.memory) & set(built.federation.unseen)
-
-
-def test_a_shift_of_nobody_changes_nothing() -> None:
-    arrays = from_arrays(np.random.default_rng(0).random((30, 1, 6, 6), dtype=np.float32), np.arange(30) % 2)
-    plain, shifted = (simulation(arrays=arrays, clients=2, unseen_shift=shift) for shift in (None, "blur"))
-    assert torch.equal(plain.federation.x, shifted.federation.x)
 
 
 def test_a_shift_leaves_the_given_arrays_alone() -> None:

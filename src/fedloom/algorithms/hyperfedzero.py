@@ -49,6 +49,7 @@ from fedloom.core.contract import (
     deploy_shared,
     send_to_all,
 )
+from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, normal, seed_of
 from fedloom.core.training import LocalConfig, Training
 from fedloom.core.trees import Params, PerClient, Tree, tree_map
@@ -85,6 +86,14 @@ class Config(LocalConfig):
         "none", "A control: e is the same for everybody, or is replaced by its mean over the batch."
     )
     samples_at_once: int = option(16, "Classifiers that exist at a time, per client: bounds the memory.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size_match and self.condition == "input":
+            raise ConfigError(
+                "--size-match chooses the width of the loom, and with --condition input there is none. Leave one of "
+                "them out."
+            )
 
 
 class State(NamedTuple):

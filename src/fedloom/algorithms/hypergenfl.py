@@ -101,7 +101,6 @@ def init(setup: Setup[Any]) -> State:
     table = first_embeddings(config.embed_init, len(setup.clients), loom.embed_dim, setup.seed).to(phi["head.bias"])
     activations = loom.activations(phi, table)
     alive = (activations > 0).any(0)
-    warn_if_dead(config, alive)
     optimiser = config.outer().init({**phi, "embeddings": table})
     return State(params, buffers, phi, table, optimiser, loom.weights(activations), alive)
 
@@ -119,8 +118,8 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     deltas, loom = replies.pick(active)["delta"], loom_of(setup)
     learned = learn(setup, loom, state, active, deltas)
     after = aggregate(setup, loom, learned, active, deltas)
-    if state.alive.any():
-        warn_if_dead(setup.config, after.alive)
+    if setup.config.server_lr and not after.alive.any():
+        warn_if_it_died(loom, cohort, state, after)
     buffers = fedavg.average_buffers(setup.config, state.buffers, replies)
     told: dict[str, float | Tensor] = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
     return after._replace(buffers=buffers), told | loom.described(after.last_weights[setup.rows(active)], active)
@@ -178,9 +177,16 @@ def aggregate(setup: Setup[Config], loom: AttentionLoom, state: State, active: l
     return state._replace(params=params, last_weights=everybody, alive=(activations > 0).any(0))
 
 
-def warn_if_dead(config: Config, alive: Tensor) -> None:
-    """Say so when no head is on: weights are equal, the gradient is zero, and a loom that should learn does not."""
-    if config.server_lr and not alive.any():
+def warn_if_it_died(loom: AttentionLoom, cohort: Cohort, before: State, after: State) -> None:
+    """Say so when no head is on for anybody: weights are equal, the gradient is zero, and nothing more is learned.
+
+    A cohort without a head is not enough: another one may have some. So the whole roster is looked at, in cohorts.
+    """
+    alive_before, alive_after = (
+        any(bool((loom.activations(s.loom, part) > 0).any()) for part in s.embeddings.split(len(cohort.clients)))
+        for s in (before, after)
+    )
+    if (alive_before or cohort.round == 1) and not alive_after:
         log.warning(
             "HyperGenFL's loom is dead: no head has a positive score, so that all clients weigh the same and nothing "
             "more is learned. Use --start alive --embed-init random."

@@ -155,9 +155,10 @@ def admit(
 
     x, y = samples_from_npz(data)
     admitted = api.load(run, which=_checkpoint(which), adapt=adapt).admit(x, y, model)
+    path = admitted.export(out or run / "admitted", data.stem)
     if admitted.report:
         typer.echo(admitted.report)
-    typer.echo(admitted.export(out or run / "admitted", data.stem))
+    typer.echo(path)
 
 
 def compare(

@@ -57,7 +57,7 @@ def _check_range(field: dataclasses.Field[Any], number: float) -> None:
     if not math.isfinite(number) or not fine:
         raise ConfigError(
             f"{flag(field.name)} is {number}; it must be {' and '.join(wanted) or 'a number'}. "
-            f"Leave it out to use {field.default}."
+            f"Leave it out{'' if field.default is None else f' to use {field.default}'}."
         )
 
 
@@ -73,7 +73,8 @@ def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[
     A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over.
     """
     kinds = {field.name: kind for field, kind in fields(config_type)}
-    values = {**getattr(config_type, "PRESETS", {}).get(values.get("preset"), {}), **values}
+    presets, chosen = getattr(config_type, "PRESETS", {}), values.get("preset")
+    values = {**(presets.get(chosen, {}) if isinstance(chosen, str) else {}), **values}
     for name in values:
         if name not in kinds:
             raise unknown("option", name, [*kinds, *also_known])

@@ -83,7 +83,8 @@ def append(model: Model, common: Params, params: Params, conditions: Tensor) -> 
 
 
 def _first_layer(model: Model) -> tuple[str, str]:
-    weight = next(iter(model.shapes))
+    # a parameter that is no layer's, such as a class token, comes before those of layers
+    weight = next((name for name in model.shapes if name.endswith("weight")), next(iter(model.shapes)))
     return weight, f"{weight.removesuffix('weight')}bias"
 
 

@@ -36,8 +36,8 @@ def evaluate_handed_on(
         raise unknown("mode", mode, ["admit", *MODES])
     if algorithm.client_deploy is not deploy_mine:
         raise NeedsError(
-            f"The mode {mode} hands the participants' models to newcomers, and {algorithm.name} weaves no whole model "
-            "for each participant. Use a run of pfedhn, or the mode admit."
+            f"The mode {mode} hands the participants' models to newcomers, and the server of {algorithm.name} has no "
+            "whole model for each participant. Use a run of pfedhn, or the mode admit."
         )
     models = algorithm.personalise(setup, state, setup.clients).mine
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedloom.core.config import check, option
+from fedloom.core.config import check, flag, option
 from fedloom.core.errors import ConfigError
 
 
@@ -67,6 +67,13 @@ class RunOptions:
         check(self)
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
+        for name in ("unseen_partition", "unseen_shift", "unseen_model"):
+            if getattr(self, name) and not self.unseen:
+                raise ConfigError(
+                    f"{flag(name)} is about clients held out of training, and there are none. Give --unseen too."
+                )
+        if self.unseen_shift_strength is not None and not self.unseen_shift:
+            raise ConfigError("--unseen-shift-strength needs --unseen-shift, whose strength it is. Give both.")
         if self.cohort > 1 and self.cohort % 1:
             raise ConfigError(f"--cohort is {self.cohort:g}; give a whole number of clients, or a share below 1.")
         if self.clients is not None and self.cohort > self.clients:
