@@ -141,6 +141,20 @@ def test_the_score_is_what_the_model_gets_right(digits: Callable[[str], Digits])
     assert run.evaluate("test")["3"].metric == pytest.approx(float(hits.double().mean()), abs=1e-6)
 
 
+@pytest.mark.parametrize(("before", "engine"), [("cuda", "parallel"), ("cuda:1", "parallel"), ("cpu", "vectorised")])
+def test_a_run_of_another_kind_of_device_has_an_engine_for_this_one(
+    before: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.engines.auto.cores", lambda: 2)
+    monkeypatch.setattr("fedloom.runs.simulation.cores", lambda: 2)
+    monkeypatch.setattr("fedloom.runs.machine.torch.cuda.is_available", lambda: False)
+    options = {"model": "lenet:kernels=2", "clients": 3, "cohort": 3, "rounds": 1, "local_steps": 1}
+    run = fedloom.run("fedavg", dataset="digits", engine="vectorised", out=tmp_path, progress="quiet", **options)
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    (run.path / "config.yaml").write_text(yaml.safe_dump({**config, "device": before}))
+    assert fedloom.load(run.path).simulation.options.engine == engine
+
+
 def test_load_takes_best_last_or_a_round(tmp_path: Path) -> None:
     options = {**TINY, "rounds": 4, "local_lr": 0.05, "local_steps": 10}
     run = fedloom.run("fedavg", out=tmp_path / "run", eval_every=1, keep=9, **options)

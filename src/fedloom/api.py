@@ -33,6 +33,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export
 from fedloom.runs.files import to_json, write_file
+from fedloom.runs.machine import device_of
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, flat_config
 from fedloom.runs.trackers import TRACKERS, tracker
@@ -371,7 +372,10 @@ def _rebuild(
             f"{directory.path} was run over a network: its clients have the data and their memories. Go on with "
             "`fedloom deploy resume`, or with resume=true in the app's settings; clients have their models themselves."
         )
+    before = str(given.get("device", "auto"))
     given |= {name: value for name, value in changes.items() if value is not None}
+    if before != "auto" and not before.startswith(device_of(str(given["device"])).type):
+        given["engine"] = "auto"  # the one in the config is for another kind of device
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
         raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")

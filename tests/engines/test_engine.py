@@ -11,7 +11,7 @@ import torch
 from conftest import play, setup_of, small_federation
 from fedloom import algorithms
 from fedloom.core.contract import Cohort
-from fedloom.core.errors import RoundError
+from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.trees import PerClient, flatten
 from fedloom.engines import auto
 from fedloom.engines.auto import ENGINES, choose
@@ -140,6 +140,8 @@ def test_auto_on_a_gpu_and_an_engine_by_name() -> None:
     assert choose("auto", torch.device("cuda"), [conv], 1)[0] == "vectorised"
     assert choose("auto", torch.device("cuda"), [conv, recurrent], 10)[0] == "sequential"
     assert choose("loopback", torch.device("cpu"), [conv], 10) == ("loopback", "as asked")
+    with pytest.raises(ConfigError, match="--engine parallel is for CPUs, the device is cuda"):
+        choose("parallel", torch.device("cuda"), [conv], 10)
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "adamw"])

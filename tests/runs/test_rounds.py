@@ -145,3 +145,29 @@ def test_seconds_of_overlapping_rounds_do_not_count_twice() -> None:
 def test_numbers_come_in_their_order() -> None:
     numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor(3)]
     assert Reading(numbers).wait() == [1.0, float(numbers[1]), 3.0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_server_that_runs_out_of_memory_gives_back_what_was_kept_for_speed(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, short = (simulation("scaffold", ahead=False) for _ in range(2))
+    ask, freed, asked = short.engine.ask, [], []
+
+    def failing(*args: Any) -> Any:
+        replies = ask(*args)
+        asked.append(1)
+        if len(asked) == 2 or not kept:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 120.00 MiB.")
+        return replies
+
+    monkeypatch.setattr(short.engine, "ask", failing)
+    monkeypatch.setattr(short.engine, "free_memory", lambda: freed.append(1) or (kept and len(freed) == 1))
+    if kept:
+        for _ in range(3):
+            assert without_seconds(usual.train_round()) == without_seconds(short.train_round())
+            assert_same(usual, short)
+        assert freed == [1]
+    else:
+        with pytest.raises(RoundError, match="Round 1 does not fit into memory: CUDA out of memory"):
+            short.train_round()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedloom.core.contract import Model
-from fedloom.core.errors import unknown
+from fedloom.core.errors import ConfigError, unknown
 from fedloom.core.trees import Params, Tree, stack
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.loopback import Loopback
-from fedloom.engines.parallel import Parallel, ParallelVectorised
+from fedloom.engines.parallel import AbstractParallel, Parallel, ParallelVectorised
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import cores, possible
@@ -31,6 +31,8 @@ def choose(
     if name != "auto":
         if name not in ENGINES:
             raise unknown("engine", name, ["auto", *ENGINES])
+        if issubclass(ENGINES[name], AbstractParallel) and device.type != "cpu":
+            raise ConfigError(f"--engine {name} is for CPUs, the device is {device}. Use vectorised, or leave it out.")
         return name, "as asked"
     if device.type == "cpu" and cohort == 1:
         return "sequential", "a cohort of one client has nothing to batch"

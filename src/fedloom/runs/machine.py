@@ -17,8 +17,8 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError):
-        here = "cpu and cuda" if torch.cuda.is_available() else "cpu only"
+    except (RuntimeError, AssertionError, ImportError) as error:
+        here = f"cpu and cuda ({str(error).splitlines()[0]})" if torch.cuda.is_available() else "cpu only"
         raise ConfigError(
             f"--device {name} is not available; this machine has {here}. Leave it out for auto."
         ) from None

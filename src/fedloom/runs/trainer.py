@@ -108,10 +108,26 @@ class Trainer:
                 begun = self._ahead = None
         if begun is None:
             self.looks_ahead = False
-            begun = self._run(now, trusting=False)
+            begun = self._do(now)
         self.round, self.state, self.engine.memory = begun.end
         since, self._read = max(begun.since, self._read), time.perf_counter()
         return begun.record(self._read - since)
+
+    def _do(self, start: Mark) -> Begun:
+        """The round after ``start``; where the server's own steps want memory, that of what was kept for speed."""
+        memory = dict(start.memory)
+        try:
+            return self._run(start, trusting=False)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+        # outside of the handler, so that the error no longer holds on to tensors
+        if self.engine.free_memory():
+            self.engine.memory = memory
+            return self._do(start._replace(memory=memory))
+        raise RoundError(
+            f"Round {start.round + 1} does not fit into memory: {reason}. The last checkpoint is intact: "
+            "take a smaller loom or cohort, or a device with more memory."
+        )
 
     def _attempt(self, start: Mark) -> Begun | None:
         """The round after ``start``, its checks unread; None where it fails already. Now stays as it is."""
