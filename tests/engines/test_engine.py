@@ -10,9 +10,9 @@ import torch
 
 from conftest import play, setup_of, small_federation
 from fedloom import algorithms
-from fedloom.core.contract import Cohort
+from fedloom.core.contract import Cohort, Home, Program
 from fedloom.core.errors import ConfigError, RoundError
-from fedloom.core.trees import PerClient, flatten
+from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.engines import auto
 from fedloom.engines.auto import ENGINES, choose
 from fedloom.engines.engine import Outcome, _finite, refusals
@@ -234,3 +234,21 @@ def test_a_client_that_memory_has_no_room_for_is_dropped_with_the_reason(monkeyp
     monkeypatch.setattr(ENGINES["vectorised"], "run_group", no_room)
     with pytest.raises(RoundError, match="does not fit into memory: CUDA out of memory"):
         play(FEDAVG, small_federation(), "vectorised", rounds=1)
+
+
+def test_numbers_are_finite_though_their_sum_is_not() -> None:
+    huge, bad = torch.full((2, 3), 3e38), torch.tensor([[1.0, 2.0, 3.0], [1.0, float("inf"), -float("inf")]])
+    device = torch.device("cpu")
+    assert _finite(2, device, {"a": huge}, {"a": bad}).tolist() == [[False, False], [True, False]]
+    assert _finite(2, device, {"a": huge}, {"a": bad}, exactly=True).tolist() == [[True, True], [True, False]]
+
+
+def _huge(home: Home, shared: Tree, carry: Tree, memory: Tree) -> tuple[Tree, Tree]:
+    return {"x": torch.full((9,), 3e38)}, memory
+
+
+def test_a_reply_with_a_huge_sum_is_used() -> None:
+    federation = small_federation()
+    played = play(FEDAVG, federation, "sequential", rounds=1)
+    nothing = Program("huge", lambda *_: {}, lambda *_: {}, _huge, None, lambda *_: {"x": torch.zeros(9)})
+    assert list(played.engine.ask(nothing, {}, PerClient.empty(federation.participants))) == [*federation.participants]

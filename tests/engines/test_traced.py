@@ -32,6 +32,23 @@ def test_traced_steps_give_the_same_bits(method: str, model: str, monkeypatch: p
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
 
+@pytest.mark.parametrize("method", algorithms.names())
+@pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed", "testnets:Dropping"])
+def test_traced_steps_of_single_clients_give_the_same_bits(
+    method: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = algorithms.get(method)
+    federation = small_federation((model,), sizes=(10, 10), dtype=torch.float32)
+    found = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
+        played = play(algorithm, federation, "sequential")
+        found.append(flatten({"state": played.state._asdict(), "memory": played.engine.memory}))
+        kinds = played.engine._single_steps._traced
+        assert bool(kinds) == (after == 0) and all(one is not None for one in kinds.values())
+    assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
+
+
 def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixed: Any = ()) -> Any:
     return traces.steps("kind", step, fixed, carry, [(batch,) for batch in batches])
 

@@ -26,7 +26,7 @@ from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_by
 from fedloom.engines.allocator import keep_freed_memory
 
 FEW = 1 << 24
-"""Numbers that are put side by side to be looked through at once, which is quicker than tensor by tensor."""
+"""Numbers that a GPU puts side by side to look through them at once: fewer kernels than tensor by tensor."""
 
 SPOILT = "would keep NaN or Inf in its memory; it keeps what it had"
 
@@ -225,8 +225,8 @@ class AbstractEngine(abc.ABC):
                 found = self.replay(("finite", number), check, replies, kept)
                 if self.trusting:
                     self.doubts.append(found.all())
-                else:
-                    fine, sound = found.tolist()
+                elif not bool(found.all()):  # or finite numbers with too large a sum
+                    fine, sound = _finite(number, self.federation.device, replies, kept, exactly=True).tolist()
                     reasons = [
                         None if f and s else SPOILT if f else "replied with NaN or Inf" for f, s in zip(fine, sound)
                     ]
@@ -270,14 +270,18 @@ def refusals(expected: Tree, replies: Tree, number: int) -> list[str | None]:
     return [None] * number
 
 
-def _finite(number: int, device: torch.device, *trees: Tree) -> Tensor:
-    """In which of so many clients' rows each tree has finite numbers only: (trees, clients), read back at once."""
+def _finite(number: int, device: torch.device, *trees: Tree, exactly: bool = False) -> Tensor:
+    """In which of so many clients' rows each tree has finite numbers only: (trees, clients), read back at once.
+
+    A sum is finite only if all of its numbers are; if they are, it can still be too large, unless each is first taken
+    times zero, ``exactly``.
+    """
     found = []
     for tree in trees:
         rows = [leaf.reshape(number, -1) for _, leaf in leaves(tree) if leaf.numel()]
-        if sum(row.numel() for row in rows) <= FEW and len({row.dtype for row in rows}) == 1:
+        few = sum(row.numel() for row in rows) <= FEW and len({row.dtype for row in rows}) == 1
+        if device.type == "cuda" and few:
             rows = [torch.cat(rows, 1)]
-        # nothing but a finite number times zero is zero, and a sum shows it
-        sums = [row.mul(0).sum(1).double() for row in rows]
-        found.append(torch.stack([torch.zeros(number, dtype=torch.float64, device=device), *sums]).sum(0) == 0)
+        sums = [(row.mul(0) if exactly else row).sum(1).double() for row in rows]
+        found.append(torch.stack([torch.zeros(number, dtype=torch.float64, device=device), *sums]).sum(0).isfinite())
     return torch.stack(found)
