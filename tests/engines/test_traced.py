@@ -55,6 +55,39 @@ def test_traced_steps_of_single_clients_give_the_same_bits(
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
 
+def test_a_client_that_fails_is_told_of_in_the_same_words_when_its_steps_are_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    federation = small_federation(sizes=(8, 8, 8), dtype=torch.float32)
+    federation.y[federation.roster["2"].rows["train"][-1]] = 99
+    told = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
+        told.append(play(algorithms.get("fedavg"), federation, "sequential", rounds=1).engine.books.dropped)
+    assert told[0] == told[1]
+    (dropped,) = told[0]
+    assert dropped.client == "2"
+    assert "in step on x (4, 1, 6, 6), y (4,): " in dropped.reason
+
+
+@pytest.mark.parametrize("after", [10**9, 0])
+def test_a_network_that_writes_into_its_input_does_so_once_a_step(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", after)
+    found = steps_of(Traces(), lambda _, carry, batch: carry + batch[0].add_(1), torch.zeros(2), *torch.zeros(3, 2))
+    assert torch.equal(found, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("after", [10**9, 0])
+def test_a_carry_may_come_back_in_another_order(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", after)
+
+    def step(_: Any, carry: Any, batch: Any) -> Any:
+        return {"b": carry["b"] * 2, "a": carry["a"] + 1}
+
+    start = {"a": torch.zeros(1), "b": torch.ones(1)}
+    assert steps_of(Traces(), step, start, *torch.zeros(3, 1)) == {"a": torch.tensor([3.0]), "b": torch.tensor([8.0])}
+
+
 def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixed: Any = ()) -> Any:
     return traces.steps("kind", step, fixed, carry, [(batch,) for batch in batches])
 

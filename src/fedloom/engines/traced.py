@@ -49,17 +49,21 @@ class Traces:
         still, structure = pytree.tree_flatten(fixed)
         moving, form = pytree.tree_flatten(carry)
         moving = _own(moving)
-        name = (kind, str(structure), str(form), *map(_form, still))
+        name = (kind, str(structure), *map(_form, still))
+        built = str(form)
         for batch in batches:
             # strides too: whether a view is a view depends on them
-            whole = (name, *map(_form, moving), *map(_form, batch))
+            whole = (name, built, *map(_form, moving), *map(_form, batch))
             run = self._traced.get(whole)
             if run is None and whole not in self._traced:
                 self._calls[whole] += 1
                 if self._calls[whole] > (TRACE_SINGLE_AFTER if self._single else TRACE_AFTER):
                     run = self._traced[whole] = _trace(step, fixed, pytree.tree_unflatten(moving, form), batch)
             if run is None:
-                moving = _own(pytree.tree_leaves(step(fixed, pytree.tree_unflatten(moving, form), batch)))
+                moving, after = pytree.tree_flatten(step(fixed, pytree.tree_unflatten(moving, form), batch))
+                moving = _own(moving)
+                if after != form:  # a dict in another order, say
+                    form, built = after, str(after)
             else:
                 moving = run(*still, *moving, *batch)
         return pytree.tree_unflatten(moving, form)
@@ -68,6 +72,12 @@ class Traces:
 def _own(leaves: list[Tensor]) -> list[Tensor]:
     """Copies: a traced step writes into its carry, and the start of training is often the same tensor twice."""
     return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    """A copy laid out the same; itself where there can be none, as of every other column."""
+    copied = leaf.detach().clone()
+    return copied if _form(copied) == _form(leaf) else leaf.detach()
 
 
 def _form(leaf: Tensor) -> tuple[Any, ...]:
@@ -89,7 +99,7 @@ def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor
         return leaves
 
     try:
-        flat = [leaf.detach() for leaf in flat]
+        flat = [_copy(leaf) for leaf in flat]  # a network may write into its input
         graph = make_fx(flattened)(*flat)
         _tidy(graph, flat, moving)
     except Exception:
