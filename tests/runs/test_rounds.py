@@ -168,7 +168,7 @@ def test_seconds_of_overlapping_rounds_do_not_count_twice() -> None:
 
 
 def test_numbers_come_in_their_order() -> None:
-    numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor(3)]
+    numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor([3])]
     assert Reading(numbers).wait() == [1.0, float(numbers[1]), 3.0]
 
 
