@@ -167,12 +167,36 @@ def test_in_place_or_not_steps_give_the_same(step: Any, monkeypatch: pytest.Monk
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
-def test_what_cannot_be_traced_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(lambda x: 2 if float(x.sum()) > 0 else 0, id="a branch"),
+        pytest.param(lambda x: sum(x.tolist()), id="a list"),
+        pytest.param(lambda x: float(x.numpy().sum()), id="an array"),
+        pytest.param(lambda x: len(x[x > 0]), id="what is positive"),
+        pytest.param(lambda x: x.nonzero().shape[0] + x.sum(), id="what is not zero"),
+        pytest.param(lambda x: len(x.masked_select(x > 0)), id="a selection"),
+        pytest.param(lambda x: len(x.unique()), id="what differs"),
+        pytest.param(lambda x: len(torch.bincount(x.long().abs())), id="counts"),
+    ],
+)
+def test_what_cannot_be_traced_runs_as_it_is(factor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 0)
 
-    def reads_a_value(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
-        return carry + batch[0] * 2 if float(batch[0].sum()) > 0 else carry
+    def reads_values(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return carry + batch[0] * factor(batch[0])
 
-    traces, one = Traces(), torch.ones(1)
-    assert float(steps_of(traces, reads_a_value, torch.zeros(1), one, -one, one)) == 4.0
+    traces, batches = Traces(), [torch.tensor(x) for x in ([1.0, 2.0], [-1.0, 0.0], [3.0, 3.0])]
+    expected = sum(batch * factor(batch) for batch in batches)
+    assert torch.equal(steps_of(traces, reads_values, torch.zeros(2), *batches), expected)
     assert list(traces._traced.values()) == [None]
+
+
+def test_rows_that_are_chosen_by_number_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+    traces, x = Traces(), torch.arange(3.0)
+    found = steps_of(
+        traces, lambda _, carry, batch: carry + x[batch[0]], torch.zeros(2), *torch.tensor([[0, 1], [2, 2]])
+    )
+    assert found.tolist() == [2.0, 3.0]
+    assert None not in traces._traced.values()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 TRACE_AFTER = 100
@@ -100,12 +101,34 @@ def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor
 
     try:
         flat = [_copy(leaf) for leaf in flat]  # a network may write into its input
-        graph = make_fx(flattened)(*flat)
+        with _Unread():
+            graph = make_fx(flattened)(*flat)
+        if any(_shaped_by_values(node) for node in graph.graph.nodes):
+            return None
         _tidy(graph, flat, moving)
     except Exception:
         return None
     run: Run = graph.forward
     return run
+
+
+class _Unread(TorchFunctionMode):
+    """Within it, values cannot be read: a trace would take them for constants. It refuses ``item`` by itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise TypeError("a step reads values")
+        return func(*args, **(kwargs or {}))
+
+
+def _shaped_by_values(node: fx.Node) -> bool:
+    """Whether its shape depends on values, as that of ``x[x > 0]``: a trace would take it for a constant."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+        return False
+    if target is aten.index.Tensor:
+        return any(at.meta["val"].dtype in (torch.bool, torch.uint8) for at in node.all_input_nodes)
+    return True
 
 
 def _tidy(graph: fx.GraphModule, flat: list[Tensor], moving: range) -> None:
