@@ -57,6 +57,17 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
     assert recordings.notes == ["p cannot be recorded: no compiler here: none found"] and after == [None, None]
 
 
+def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:
+    def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        return {"b": carry["b"] * 2, "a": carry["a"] + 1}
+
+    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [])
+    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
+    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"a": torch.zeros(1), "b": torch.ones(1)}
+    assert recordings.run("p", "p", plan, step, {}, facts, carry, 1) is None
+    assert recordings.notes == ["p cannot be recorded: a step must leave the carry as it is built"]
+
+
 def _count(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
     return {"total": carry["total"] + 1}
 

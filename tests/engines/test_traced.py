@@ -55,6 +55,39 @@ def test_traced_steps_of_single_clients_give_the_same_bits(
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
 
+def test_a_client_that_fails_is_told_of_in_the_same_words_when_its_steps_are_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    federation = small_federation(sizes=(8, 8, 8), dtype=torch.float32)
+    federation.y[federation.roster["2"].rows["train"][-1]] = 99
+    told = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
+        told.append(play(algorithms.get("fedavg"), federation, "sequential", rounds=1).engine.books.dropped)
+    assert told[0] == told[1]
+    (dropped,) = told[0]
+    assert dropped.client == "2"
+    assert "in step on x (4, 1, 6, 6), y (4,): " in dropped.reason
+
+
+@pytest.mark.parametrize("after", [10**9, 0])
+def test_a_network_that_writes_into_its_input_does_so_once_a_step(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", after)
+    found = steps_of(Traces(), lambda _, carry, batch: carry + batch[0].add_(1), torch.zeros(2), *torch.zeros(3, 2))
+    assert torch.equal(found, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("after", [10**9, 0])
+def test_a_carry_may_come_back_in_another_order(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", after)
+
+    def step(_: Any, carry: Any, batch: Any) -> Any:
+        return {"b": carry["b"] * 2, "a": carry["a"] + 1}
+
+    start = {"a": torch.zeros(1), "b": torch.ones(1)}
+    assert steps_of(Traces(), step, start, *torch.zeros(3, 1)) == {"a": torch.tensor([3.0]), "b": torch.tensor([8.0])}
+
+
 def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixed: Any = ()) -> Any:
     return traces.steps("kind", step, fixed, carry, [(batch,) for batch in batches])
 
@@ -134,12 +167,36 @@ def test_in_place_or_not_steps_give_the_same(step: Any, monkeypatch: pytest.Monk
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
-def test_what_cannot_be_traced_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(lambda x: 2 if float(x.sum()) > 0 else 0, id="a branch"),
+        pytest.param(lambda x: sum(x.tolist()), id="a list"),
+        pytest.param(lambda x: float(x.numpy().sum()), id="an array"),
+        pytest.param(lambda x: len(x[x > 0]), id="what is positive"),
+        pytest.param(lambda x: x.nonzero().shape[0] + x.sum(), id="what is not zero"),
+        pytest.param(lambda x: len(x.masked_select(x > 0)), id="a selection"),
+        pytest.param(lambda x: len(x.unique()), id="what differs"),
+        pytest.param(lambda x: len(torch.bincount(x.long().abs())), id="counts"),
+    ],
+)
+def test_what_cannot_be_traced_runs_as_it_is(factor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 0)
 
-    def reads_a_value(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
-        return carry + batch[0] * 2 if float(batch[0].sum()) > 0 else carry
+    def reads_values(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return carry + batch[0] * factor(batch[0])
 
-    traces, one = Traces(), torch.ones(1)
-    assert float(steps_of(traces, reads_a_value, torch.zeros(1), one, -one, one)) == 4.0
+    traces, batches = Traces(), [torch.tensor(x) for x in ([1.0, 2.0], [-1.0, 0.0], [3.0, 3.0])]
+    expected = sum(batch * factor(batch) for batch in batches)
+    assert torch.equal(steps_of(traces, reads_values, torch.zeros(2), *batches), expected)
     assert list(traces._traced.values()) == [None]
+
+
+def test_rows_that_are_chosen_by_number_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+    traces, x = Traces(), torch.arange(3.0)
+    found = steps_of(
+        traces, lambda _, carry, batch: carry + x[batch[0]], torch.zeros(2), *torch.tensor([[0, 1], [2, 2]])
+    )
+    assert found.tolist() == [2.0, 3.0]
+    assert None not in traces._traced.values()

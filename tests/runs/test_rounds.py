@@ -89,6 +89,29 @@ def test_a_client_with_bad_numbers_is_found_a_round_late_and_left_out(method: st
     assert not ahead.looks_ahead
 
 
+@pytest.mark.parametrize("first_bad", [1, 2])
+def test_what_the_engine_notes_in_a_round_that_is_given_up_is_told_with_that_round(
+    first_bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, ahead = (simulation("fedavg", ahead=flag, cohort=4, rounds=3, eval_every=10) for flag in (False, True))
+    notes = []
+    for built in (usual, ahead):
+        engine, run = built.engine, built.engine.run_group
+
+        def run_group(program: Any, clients: Any, *sent: Any, engine: Any = engine, run: Any = run) -> Any:
+            if engine._stage >= first_bad:
+                engine.federation.x[engine.federation.roster["1"].rows["train"]] = float("nan")
+            if engine._stage == 2 and len(clients) > 1:
+                raise ValueError("too many")
+            return run(program, clients, *sent)
+
+        monkeypatch.setattr(engine, "run_group", run_group)
+        notes.append([built.train_round()["notes"] for _ in range(3)])
+    assert notes[0] == notes[1]
+    assert [len(told) for told in notes[0]] == [0, 1, 0]
+    assert not ahead.looks_ahead
+
+
 def test_a_round_that_fails_leaves_the_run_where_it_was() -> None:
     built = simulation("pfedhn", ahead=True, server_lr=1e30, server_clip=0, eval_every=10, cohort=1, val_share=0)
     with pytest.raises(RoundError, match="NaN or Inf"):
@@ -117,7 +140,7 @@ def test_a_failure_of_the_round_ahead_is_told_when_it_is_due(monkeypatch: pytest
     assert built.round == 1
 
 
-@pytest.mark.parametrize("change", ["go back", "restore", "settle"])
+@pytest.mark.parametrize("change", ["go back", "restore", "settle", "evaluate"])
 def test_a_round_ahead_is_forgotten_when_the_run_changes(change: str) -> None:
     usual, ahead = (simulation("scaffold", ahead=flag, eval_every=10) for flag in (False, True))
     for built in (usual, ahead):
@@ -127,6 +150,8 @@ def test_a_round_ahead_is_forgotten_when_the_run_changes(change: str) -> None:
             built.go_back(mark)
         elif change == "restore":
             built.restore(1, *built.trees())
+        elif change == "evaluate":
+            built.metrics()  # clients begin to remember when they are asked for the first time
         else:
             params = {name: value + 1 for name, value in built.state.params.items()}
             built.state = built.state._replace(params=params)
@@ -143,7 +168,7 @@ def test_seconds_of_overlapping_rounds_do_not_count_twice() -> None:
 
 
 def test_numbers_come_in_their_order() -> None:
-    numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor(3)]
+    numbers = [torch.tensor(True), torch.tensor(0.1, dtype=torch.float32), torch.tensor([3])]
     assert Reading(numbers).wait() == [1.0, float(numbers[1]), 3.0]
 
 

@@ -44,7 +44,8 @@ class Reading:
     """Numbers of a device on their way to the host, which can do other things until they are there."""
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
-        there = torch.stack([number.double() for number in numbers])
+        device = numbers[0].device
+        there = torch.stack([number.to(device).double().reshape(()) for number in numbers])
         self._here, self._copied = there, None
         if there.is_cuda:
             self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)

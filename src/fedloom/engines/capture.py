@@ -224,6 +224,8 @@ class CapturedSteps:
 
         def step(facts: Any, carry: Any, batch: Batch) -> Tensor:
             after = self.step(shared, facts, carry, batch)
+            if pytree.tree_structure(after) != self._carry_structure:
+                raise TypeError("a step must leave the carry as it is built")
             found.extend(new is not old for new, old in zip(pytree.tree_leaves(after), pytree.tree_leaves(carry)))
             return batch.step
 

@@ -54,33 +54,36 @@ def run_client(
     data, device = engine.federation, engine.federation.device
     memory, facts = engine.recall(client), (engine.num_samples([client])[0], engine.keys([client])[0])
     home = engine.home(client, *facts, program.guest)
-    carry = _stage("init", client, mine, program.init, home, shared, mine, memory)
+    carry = _stage("init", mine, [], program.init, home, shared, mine, memory)
     plan = engine.schedule(program, client)
     numbers, epochs = torch.arange(len(plan.rows), device=device), torch.tensor(plan.epochs, device=device)
     keys = fold(facts[1], numbers)
+    last: list[Batch] = []
 
     def batches() -> Iterator[Batch]:
         for number, rows in enumerate(plan.rows):
             index = torch.as_tensor(rows, device=device)
             everything = torch.ones(len(rows), dtype=torch.bool, device=device)
             x, y = data.x.index_select(0, index), data.y.index_select(0, index)
-            yield Batch(x, y, everything, numbers[number], epochs[number], keys[number])
+            last[:] = [Batch(x, y, everything, numbers[number], epochs[number], keys[number])]
+            yield last[0]
 
     def step(fixed: Any, carry: Any, batch: Batch) -> Any:
         shared, (num_samples, key) = fixed
         home = engine.home(client, num_samples, key, program.guest)
-        return _stage("step", client, mine, program.step, home, shared, carry, Batch(*batch))
+        return program.step(home, shared, carry, Batch(*batch))
 
-    carry = steps(step, (shared, facts), carry, batches())
-    reply, memory = _stage("final", client, mine, program.final, home, shared, carry, memory)
+    carry = _stage("step", mine, last, steps, step, (shared, facts), carry, batches())
+    reply, memory = _stage("final", mine, [], program.final, home, shared, carry, memory)
     return reply, memory
 
 
-def _stage(stage: str, client: ClientId, mine: Tree, function: Callable[..., Any], *arguments: Any) -> Any:
+def _stage(stage: str, mine: Tree, batches: list[Batch], function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``; what is said if it fails names the last of ``batches``, which it may fill."""
     try:
         return function(*arguments)
     except Exception as error:
-        batch = next((f" on x {tuple(a.x.shape)}, y {tuple(a.y.shape)}" for a in arguments if isinstance(a, Batch)), "")
+        batch = "".join(f" on x {tuple(b.x.shape)}, y {tuple(b.y.shape)}" for b in batches)
         raise ClientFault(
             f"raised {type(error).__name__} in {stage}{batch}: {error} (mine: {dict(signature(mine))})"
         ) from error

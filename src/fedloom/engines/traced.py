@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 TRACE_AFTER = 100
@@ -49,17 +50,21 @@ class Traces:
         still, structure = pytree.tree_flatten(fixed)
         moving, form = pytree.tree_flatten(carry)
         moving = _own(moving)
-        name = (kind, str(structure), str(form), *map(_form, still))
+        name = (kind, str(structure), *map(_form, still))
+        built = str(form)
         for batch in batches:
             # strides too: whether a view is a view depends on them
-            whole = (name, *map(_form, moving), *map(_form, batch))
+            whole = (name, built, *map(_form, moving), *map(_form, batch))
             run = self._traced.get(whole)
             if run is None and whole not in self._traced:
                 self._calls[whole] += 1
                 if self._calls[whole] > (TRACE_SINGLE_AFTER if self._single else TRACE_AFTER):
                     run = self._traced[whole] = _trace(step, fixed, pytree.tree_unflatten(moving, form), batch)
             if run is None:
-                moving = _own(pytree.tree_leaves(step(fixed, pytree.tree_unflatten(moving, form), batch)))
+                moving, after = pytree.tree_flatten(step(fixed, pytree.tree_unflatten(moving, form), batch))
+                moving = _own(moving)
+                if after != form:  # a dict in another order, say
+                    form, built = after, str(after)
             else:
                 moving = run(*still, *moving, *batch)
         return pytree.tree_unflatten(moving, form)
@@ -68,6 +73,12 @@ class Traces:
 def _own(leaves: list[Tensor]) -> list[Tensor]:
     """Copies: a traced step writes into its carry, and the start of training is often the same tensor twice."""
     return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    """A copy laid out the same; itself where there can be none, as of every other column."""
+    copied = leaf.detach().clone()
+    return copied if _form(copied) == _form(leaf) else leaf.detach()
 
 
 def _form(leaf: Tensor) -> tuple[Any, ...]:
@@ -89,13 +100,35 @@ def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor
         return leaves
 
     try:
-        flat = [leaf.detach() for leaf in flat]
-        graph = make_fx(flattened)(*flat)
+        flat = [_copy(leaf) for leaf in flat]  # a network may write into its input
+        with _Unread():
+            graph = make_fx(flattened)(*flat)
+        if any(_shaped_by_values(node) for node in graph.graph.nodes):
+            return None
         _tidy(graph, flat, moving)
     except Exception:
         return None
     run: Run = graph.forward
     return run
+
+
+class _Unread(TorchFunctionMode):
+    """Within it, values cannot be read: a trace would take them for constants. It refuses ``item`` by itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise TypeError("a step reads values")
+        return func(*args, **(kwargs or {}))
+
+
+def _shaped_by_values(node: fx.Node) -> bool:
+    """Whether its shape depends on values, as that of ``x[x > 0]``: a trace would take it for a constant."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+        return False
+    if target is aten.index.Tensor:
+        return any(at.meta["val"].dtype in (torch.bool, torch.uint8) for at in node.all_input_nodes)
+    return True
 
 
 def _tidy(graph: fx.GraphModule, flat: list[Tensor], moving: range) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedloom.core.contract import Diagnostics
 from fedloom.core.recording import Reading
 from fedloom.core.trees import ClientId, Tree
+from fedloom.engines.engine import Books
 
 
 class Mark(NamedTuple):
@@ -31,6 +32,7 @@ class Begun(NamedTuple):
     diagnostics: Diagnostics
     reading: Reading  # the checks, then those diagnostics that are tensors
     checks: int
+    books: Books  # the engine's, until it begins something else
 
     def is_sound(self) -> bool:
         """Whether replies, memories and state are finite."""

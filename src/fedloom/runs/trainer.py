@@ -79,6 +79,7 @@ class Trainer:
         self.round = 0
         self._memories: dict[Any, dict[str, torch.Tensor]] = {}
         self._ahead: Begun | None = None
+        self._noted: dict[int, list[str]] = {}  # by the engine in a round to come, whether that was given up or not
         self._read = 0.0  # when the last round's numbers were there (``time.perf_counter``)
 
     @property
@@ -99,6 +100,8 @@ class Trainer:
         """
         now = Mark(self.round, self.state, self.engine.memory)
         begun, self._ahead = self._ahead, None
+        if begun and begun.books is not self.engine.books:
+            begun = None  # others have been asked since, and what clients remember may have changed
         if begun is None or begun.start.state is not now.state or begun.start.memory is not now.memory:
             begun = self._attempt(now) if self.looks_ahead else None
         if begun:
@@ -110,6 +113,7 @@ class Trainer:
             self.looks_ahead = False
             begun = self._do(now)
         self.round, self.state, self.engine.memory = begun.end
+        self._noted.pop(self.round, None)
         since, self._read = max(begun.since, self._read), time.perf_counter()
         return begun.record(self._read - since)
 
@@ -149,9 +153,12 @@ class Trainer:
         cohort = Cohort(number, tuple(present[row] for row in rows))
         self.engine.begin(number)
         self.engine.rounds_left, self.engine.trusting = self.options.rounds - start.round, trusting
-        noted = len(self.engine.notes)
+        before, noted = len(self.engine.notes), self._noted.setdefault(number, [])
         since = time.perf_counter()
-        state, diagnostics = self.algorithm.round(self.setup, start.state, cohort, self.engine.ask)
+        try:
+            state, diagnostics = self.algorithm.round(self.setup, start.state, cohort, self.engine.ask)
+        finally:
+            noted += self.engine.notes[before:]  # which it notes but once, whatever becomes of this round
         check = partial(_finite, self.setup.device)
         finite = self.setup.replay("finite state", check, dict(leaves(state._asdict())))
         if not trusting and not bool(finite):
@@ -164,7 +171,7 @@ class Trainer:
             "round": number,
             "clients": len(cohort.clients),
             "dropped": [d._asdict() for d in books.dropped],
-            "notes": self.engine.notes[noted:],
+            "notes": noted,
             "bytes": {"down": books.bytes_down, "up": books.bytes_up},
         }
         parts = {
@@ -175,7 +182,7 @@ class Trainer:
         doubts = [finite, *self.engine.doubts]
         reading = Reading([*doubts, *(n for n in diagnostics.values() if isinstance(n, torch.Tensor))])
         end = Mark(number, state, self.engine.memory)
-        return Begun(start, end, since, told, {} if trusting else parts, diagnostics, reading, len(doubts))
+        return Begun(start, end, since, told, {} if trusting else parts, diagnostics, reading, len(doubts), books)
 
     def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
         """The scores of participants on a split of their own data."""
