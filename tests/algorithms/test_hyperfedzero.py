@@ -313,5 +313,5 @@ def test_the_defaults_are_the_papers() -> None:
 
 
 def test_a_size_is_not_matched_where_there_is_no_loom() -> None:
-    with pytest.raises(ConfigError, match="--size-match chooses the width of the loom, and with --condition input"):
+    with pytest.raises(ConfigError, match="--size-match is for the loom, which --condition input has none of"):
         Config(size_match=True, condition="input")

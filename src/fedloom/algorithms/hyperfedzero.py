@@ -34,21 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.algorithms import fedavg
+from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import (
-    Ask,
-    Batch,
-    Cohort,
-    Diagnostics,
-    Home,
-    Model,
-    Program,
-    Sent,
-    Setup,
-    deploy_shared,
-    send_to_all,
-)
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, normal, seed_of
 from fedloom.core.training import LocalConfig, Training
@@ -90,10 +79,7 @@ class Config(LocalConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size_match and self.condition == "input":
-            raise ConfigError(
-                "--size-match chooses the width of the loom, and with --condition input there is none. Leave one of "
-                "them out."
-            )
+            raise ConfigError("--size-match is for the loom, which --condition input has none of. Leave one out.")
 
 
 class State(NamedTuple):
@@ -201,15 +187,13 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     first = (x == x[:1]).flatten(1).all(1)
     weight = torch.where(first, 1 / first.to(x.dtype).sum(), 1.0)
     e = controlled(config, embed(params, x).exp(), weight / weight.sum())
-    parts = [
-        answer(home, params, deployed["buffers"], e[part], x[part]) for part in slices(len(x), config.samples_at_once)
-    ]
-    return torch.cat(parts)
+    parts = slices(len(x), config.samples_at_once)
+    return torch.cat([answer(home, params, deployed["buffers"], e[part], x[part]) for part in parts])
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets what everybody has."""
-    return send_to_all(setup, state, newcomers.clients)
+    return contract.send_to_all(setup, state, newcomers.clients)
 
 
 CITATION = """@article{zhou2025hyperfedzero,
@@ -226,8 +210,8 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
-    personalise=send_to_all,
-    client_deploy=deploy_shared,
+    personalise=contract.send_to_all,
+    client_deploy=contract.deploy_shared,
     predict=predict,
     admit=admit,
     cohort=50,  # sec. 5: all of 10 or 50 clients take part

@@ -28,21 +28,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import fedavg
+from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import (
-    Ask,
-    Batch,
-    Cohort,
-    Diagnostics,
-    Home,
-    Model,
-    Program,
-    Sent,
-    Setup,
-    deploy_shared,
-    send_to_all,
-)
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import seed_of
 from fedloom.core.statistics import settle_statistics
@@ -137,7 +126,7 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and settles its running statistics."""
-    return settle_statistics(setup, deploy_shared, send_to_all(setup, state, newcomers.clients), ask)
+    return settle_statistics(setup, contract.deploy_shared, contract.send_to_all(setup, state, newcomers.clients), ask)
 
 
 CITATION = """@inproceedings{karimireddy2020scaffold,
@@ -155,7 +144,7 @@ ALGORITHM = replace(
     init=init,
     round=round,
     first_memory=first_memory,
-    personalise=send_to_all,
-    client_deploy=deploy_shared,
+    personalise=contract.send_to_all,
+    client_deploy=contract.deploy_shared,
     admit=admit,
 )
