@@ -19,17 +19,7 @@ from fedloom.engines.traced import Traces
 @pytest.mark.parametrize("model", ["mlp:hidden=5", "testnets:Normed", "testnets:Dropping"])
 def test_traced_steps_give_the_same_bits(method: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "cores", lambda: 1)
-    algorithm = algorithms.get(method)
-    # two full batches and one that is not: few kinds, as tracing takes its time
-    federation = small_federation((model,), sizes=(10, 10, 10), dtype=torch.float32)
-    found = []
-    for after in (10**9, 0):
-        monkeypatch.setattr(traced, "TRACE_AFTER", after)
-        played = play(algorithm, federation, "parallel_vectorised")
-        found.append(flatten({"state": played.state._asdict(), "memory": played.engine.memory}))
-        kinds = played.engine._traces._traced
-        assert bool(kinds) == (after == 0) and all(one is not None for one in kinds.values())
-    assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
+    _same_bits(method, model, "parallel_vectorised", 3, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +33,20 @@ def test_traced_steps_give_the_same_bits(method: str, model: str, monkeypatch: p
 def test_traced_steps_of_single_clients_give_the_same_bits(
     method: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = algorithms.get(method)
-    federation = small_federation((model,), sizes=(10, 10), dtype=torch.float32)
+    _same_bits(method, model, "sequential", 2, monkeypatch)
+
+
+def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced from the first step on, and never."""
+    # two full batches and one that is not: few kinds, as tracing takes its time
+    federation = small_federation((model,), sizes=(10,) * clients, dtype=torch.float32)
     found = []
     for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_AFTER", after)
         monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
-        played = play(algorithm, federation, "sequential")
+        played = play(algorithms.get(method), federation, engine)
         found.append(flatten({"state": played.state._asdict(), "memory": played.engine.memory}))
-        kinds = played.engine._single_steps._traced
+        kinds = getattr(played.engine, "_single_steps" if engine == "sequential" else "_traces")._traced
         assert bool(kinds) == (after == 0) and all(one is not None for one in kinds.values())
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
