@@ -53,3 +53,21 @@ def test_on_a_gpu_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         replay("g", torch.neg, torch.ones(2, device="cuda"))
     assert len(replay.kept) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recordings_that_share_memory_leave_each_other_alone_and_a_failed_one_too() -> None:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return a * 2 + (a * 3).sum()
+
+    def reading(a: torch.Tensor) -> torch.Tensor:
+        return a * float(a.sum())
+
+    replay = Replayer()
+    for names in (("a", "b", "failing", "c"), ("c", "a", "b")):
+        for name in names:
+            for value in (1.0, 2.0, 3.0):
+                given = torch.full((1000,), value, device="cuda")
+                wanted = 1000 * value**2 if name == "failing" else 2 * value + 3000 * value
+                found = replay(name, reading if name == "failing" else function, given)
+                assert found.tolist() == pytest.approx([wanted] * 1000)

@@ -9,6 +9,7 @@ from conftest import models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.clients.batching import PaddedSchedule, Schedule
 from fedloom.core.contract import Batch
+from fedloom.core.recording import Pool
 from fedloom.core.trees import flatten
 from fedloom.engines import vectorised
 from fedloom.engines.capture import CapturedSteps, Recordings
@@ -26,7 +27,7 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
         kind = f"{program[0].name}{len(facts[0])}"
         if kind not in kinds:
             data = (self.federation.x, self.federation.y)
-            kinds[kind] = CapturedSteps(step, shared, facts, carry, data, width=6, capacity=16)
+            kinds[kind] = CapturedSteps(step, shared, facts, carry, data, Pool(), width=6, capacity=16)
         return kinds[kind].run(plan, shared, facts, carry)
 
     monkeypatch.setattr(vectorised.Vectorised, "_all_steps", through_places)
@@ -40,7 +41,7 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(times: int) -> tuple[Recordings, list[object]]:
-        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [])
+        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
         plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
         facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
         return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
@@ -61,7 +62,7 @@ def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:
     def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         return {"b": carry["b"] * 2, "a": carry["a"] + 1}
 
-    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [])
+    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
     plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
     facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"a": torch.zeros(1), "b": torch.ones(1)}
     assert recordings.run("p", "p", plan, step, {}, facts, carry, 1) is None
@@ -81,6 +82,6 @@ def test_what_a_step_leaves_alone_is_not_copied_and_clients_that_are_done_keep_w
     plan = PaddedSchedule.of([Schedule([np.array([c])] * number, [0] * number) for c, number in enumerate(steps)])
     data = (torch.tensor([[1.0], [10.0]]), torch.zeros(2))
     facts, carry = (torch.ones(2), torch.ones(2, dtype=torch.int64)), {"start": torch.ones(2), "total": torch.zeros(2)}
-    captured = CapturedSteps(step, {}, facts, carry, data, width=1, capacity=4, ragged=ragged)
+    captured = CapturedSteps(step, {}, facts, carry, data, Pool(), width=1, capacity=4, ragged=ragged)
     assert len(captured._at) == 2  # total, and the counter
     assert captured.run(plan, {}, facts, carry)["total"].tolist() == [3.0, 10.0 * steps[1]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 KEPT = 32
-"""Recordings kept at a time: each has memory of its own."""
+"""Recordings kept at a time: each has memory for what goes in and out."""
 
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -27,17 +28,29 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
-@contextmanager
-def recorded(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Record into ``graph``. Garbage is left lying meanwhile: freeing an older graph would spoil the recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+class Pool:
+    """Memory that recordings share. None leaves anything there between two replays, and no two run at a time."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    @contextmanager
+    def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Record into a new graph. Garbage is left lying meanwhile: freeing another graph would spoil it."""
+        graph = torch.cuda.CUDAGraph()
+        other = next(iter(self._graphs), None)  # torch has a pool only as long as a graph of it
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
+                yield graph
+            self._graphs.add(graph)
+        except BaseException:
+            self._graphs.clear()  # torch takes a pool in which a recording failed for one that is still recorded into
+            raise
+        finally:
+            if enabled:
+                gc.enable()
 
 
 class Reading:
@@ -67,6 +80,7 @@ class Replayer:
     def __init__(self) -> None:
         self.kept: dict[Hashable, Recording | None] = {}  # None: cannot be recorded; the one used last is last
         self._met: set[Hashable] = set()
+        self.pool = Pool()
 
     def __call__(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``; arguments and result are trees of tensors."""
@@ -79,7 +93,7 @@ class Replayer:
                 self._met.add(kind)
                 return function(*arguments)
             try:
-                self.kept[kind] = Recording(function, leaves, structure)
+                self.kept[kind] = Recording(function, leaves, structure, self.pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
@@ -93,7 +107,9 @@ class Replayer:
 class Recording:
     """One function on arguments of fixed shapes."""
 
-    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], structure: pytree.TreeSpec) -> None:
+    def __init__(
+        self, function: Callable[..., Any], leaves: Sequence[Tensor], structure: pytree.TreeSpec, pool: Pool
+    ) -> None:
         self._inputs = Slots(leaves)
         self._inputs.fill(leaves)
         arguments = pytree.tree_unflatten(self._inputs.places, structure)
@@ -106,8 +122,7 @@ class Recording:
         # what is kept of one part of a result must not hold on to the others: a block for each
         self._parts = [Slots(pytree.tree_leaves(part)) for part in _parts(trial)]
         del trial
-        self._graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), recorded(self._graph):
+        with warnings.catch_warnings(), pool.recording() as self._graph:
             warnings.simplefilter("ignore")  # a function that only passes on what it is given leaves an empty graph
             result = function(*arguments)
             for slots, part in zip(self._parts, _parts(result)):

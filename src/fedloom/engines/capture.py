@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
-from fedloom.core.recording import Slots, copy_all, recorded, to_device
+from fedloom.core.recording import Pool, Slots, copy_all, to_device
 from fedloom.engines.convolution import products_for
 
 Step = Callable[[Any, Any, Any, Batch], Any]
@@ -46,14 +46,14 @@ MAX_BUNDLED_BYTES = 1 << 28
 """Of the carry: within a bundle there are two of it at a time."""
 
 KEPT = 16
-"""Kinds of asks whose graphs are kept at a time: each has memory of its own."""
+"""Kinds of asks whose graphs are kept at a time: each has memory for what goes in and out."""
 
 
 class Recordings:
     """The recorded steps of a run, by kind of ask. ``notes`` is told of steps that cannot be recorded or compiled."""
 
-    def __init__(self, data: tuple[Tensor, Tensor], notes: list[str]) -> None:
-        self.data, self.notes = data, notes
+    def __init__(self, data: tuple[Tensor, Tensor], notes: list[str], pool: Pool) -> None:
+        self.data, self.notes, self.pool = data, notes, pool
         self.kept: dict[Any, CapturedSteps] = {}  # the one used last is last
         self._uses: Counter[Any] = Counter()
         self._ways: dict[Any, list[str]] = {}
@@ -90,7 +90,7 @@ class Recordings:
             made = self.kept.pop(kind, None)
             try:
                 made = made or CapturedSteps(
-                    step, shared, facts, carry, self.data, width, capacity,
+                    step, shared, facts, carry, self.data, self.pool, width, capacity,
                     ragged=bool(ragged), compiled=ways[0] == "compiled",
                 )  # fmt: skip
                 after = made.run(plan, shared, facts, carry)
@@ -122,6 +122,7 @@ class CapturedSteps:
         facts: Any,
         carry: Any,
         data: tuple[Tensor, Tensor],
+        pool: Pool,
         width: int,
         capacity: int,
         *,
@@ -129,7 +130,7 @@ class CapturedSteps:
         compiled: bool = False,
     ) -> None:
         device, clients = data[0].device, len(facts[0])
-        self.step, self.ragged, self.compiled, self.width = step, ragged, compiled, width
+        self.step, self.pool, self.ragged, self.compiled, self.width = step, pool, ragged, compiled, width
         # for each step every client's rows, and its number of samples and pass; trial runs meet one sample each
         self.table = torch.zeros(capacity, clients, width + 2, dtype=torch.int64, device=device)
         self.table[:, :, -2] = 1
@@ -188,9 +189,7 @@ class CapturedSteps:
                 for _ in range(2):
                     self._run(*self._everything)
             torch.cuda.current_stream().wait_stream(stream)
-        pool = next((graph.pool() for graph in self.graphs.values()), None)  # they never run at the same time
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph, pool):
+        with self.pool.recording() as graph:
             self._take(steps)
         self.graphs[steps] = graph
 

@@ -245,6 +245,7 @@ class AbstractEngine(abc.ABC):
             alike.setdefault(shape, []).append((clients, tree))
         merged = []
         for parts in alike.values():
+            parts.sort(key=lambda part: self._position[part[0][0]])  # mostly that is the order already
             clients = [client for members, _ in parts for client in members]
             tree = parts[0][1] if len(parts) == 1 else tree_map(lambda *t: torch.cat(t), *(t for _, t in parts))
             order = sorted(range(len(clients)), key=lambda row: self._position[clients[row]])

@@ -36,7 +36,7 @@ class Vectorised(AbstractEngine):
 
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
-        self._recordings = Recordings((federation.x, federation.y), self.notes)
+        self._recordings = Recordings((federation.x, federation.y), self.notes, self.replay.pool)
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``."""
@@ -101,10 +101,11 @@ class Vectorised(AbstractEngine):
         widths = plan.sizes.max(1, initial=0).tolist()
 
         def batches(start: int, stop: int, active: int) -> Iterator[Batch]:
-            for t in range(start, stop):
-                own = [whole[t, :active] for whole in (rows, y, real, numbers, epochs, keys)]
-                if widths[t] < rows.shape[2]:
-                    own[:3] = [whole[:, : widths[t]] for whole in own[:3]]
+            # taken apart at once: slicing step by step would take 20 µs of each
+            parts = zip(*(whole[start:stop, :active].unbind() for whole in (rows, y, real, numbers, epochs, keys)))
+            for width, own in zip(widths[start:stop], parts):
+                if width < rows.shape[2]:
+                    own = (*(whole[:, :width] for whole in own[:3]), *own[3:])
                 yield Batch(_gather(self.federation.x, own[0]), *own[1:])
 
         done: list[Any] = []
