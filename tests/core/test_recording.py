@@ -71,3 +71,13 @@ def test_recordings_that_share_memory_leave_each_other_alone_and_a_failed_one_to
                 wanted = 1000 * value**2 if name == "failing" else 2 * value + 3000 * value
                 found = replay(name, reading if name == "failing" else function, given)
                 assert found.tolist() == pytest.approx([wanted] * 1000)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_large_arguments_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "LARGE", 100)
+    replay = Replayer()
+    for size, kept in ((26, 0), (25, 1)):
+        for _ in range(3):
+            assert replay("f", torch.neg, torch.ones(size, device="cuda")).tolist() == [-1.0] * size
+        assert len(replay.kept) == kept

@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 KEPT = 32
 """Recordings kept at a time: each has memory for what goes in and out."""
 
+LARGE = 1 << 29
+"""Bytes of arguments that are not worth copying into place: their kernels take longer than launching them."""
+
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """An array or a list as a tensor on ``device``, without waiting for what the device is doing."""
@@ -85,7 +88,7 @@ class Replayer:
     def __call__(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``; arguments and result are trees of tensors."""
         leaves, structure = pytree.tree_flatten(arguments)
-        if not all(leaf.is_cuda for leaf in leaves):
+        if not all(leaf.is_cuda for leaf in leaves) or sum(leaf.nbytes for leaf in leaves) > LARGE:
             return function(*arguments)
         kind = (name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self.kept:
