@@ -36,6 +36,14 @@ def test_traced_steps_of_single_clients_give_the_same_bits(
     _same_bits(method, model, "sequential", 2, monkeypatch)
 
 
+def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", 0)
+    federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
+    runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._traced.values()
+    code = next(iter(runs)).__self__.code
+    assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 4
+
+
 def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced from the first step on, and never."""
     # two full batches and one that is not: few kinds, as tracing takes its time

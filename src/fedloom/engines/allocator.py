@@ -10,13 +10,15 @@ from functools import cache
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 _KEEP = 1 << 30
+_OLD_LIMIT = 1 << 25  # of the threshold for mapping, in older versions
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Have this process keep freed blocks of up to a gigabyte; False where there is no glibc, nothing being changed."""
+    """Have this process keep freed blocks of up to a gigabyte, or what it can; False where there is no glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _KEEP)) and bool(mallopt(_TRIM_THRESHOLD, _KEEP))
+    kept = any(mallopt(_MMAP_THRESHOLD, size) for size in (_KEEP, _OLD_LIMIT))
+    return kept and bool(mallopt(_TRIM_THRESHOLD, _KEEP))

@@ -141,6 +141,7 @@ def _tidy(graph: fx.GraphModule, flat: list[Tensor], moving: range) -> None:
     if pure:
         _write_in_place(graph, carry, values)
         graph.graph.eliminate_dead_code()
+        _rectify_in_place(graph, values)
         _call_directly(graph, values)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -244,6 +245,20 @@ def _write_in_place(graph: fx.GraphModule, carry: list[fx.Node], values: dict[fx
         if alone and _form(values[place]) == _form(values[result]) and all(order[r] < order[result] for r in readers):
             result.target = torch.add
             result.kwargs = {**result.kwargs, "out": place}
+
+
+def _rectify_in_place(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+    """Have rectifiers and their gradients be written over what they are taken of, where nothing else reads that."""
+    for node in graph.graph.nodes:
+        if node.target not in (aten.relu.default, aten.threshold_backward.default):
+            continue
+        taken = node.args[0]
+        alone = taken.op == "call_function" and _root(taken) is taken and len(taken.users) == 1
+        if alone and _form(values[taken]) == _form(values[node]):
+            if node.target is aten.relu.default:
+                node.target = torch.relu_
+            else:
+                node.target, node.kwargs = aten.threshold_backward.grad_input, {"grad_input": taken}
 
 
 def _call_directly(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
