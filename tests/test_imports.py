@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedloom"
 ORDER = ["core", "data", "clients", "models", "hypernets", "privacy", "adaptation", "engines", "algorithms", "metrics",
-         "runs", "reports", "serving", "progress", "api", "deploy", "cli"]  # fmt: skip
+         "runs", "reports", "progress", "api", "deploy", "cli", "__main__"]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -124,6 +124,22 @@ def test_what_cannot_be_is_refused_in_one_sentence(name: Any, given: Any, messag
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("values", "steps", "epochs"),
+    [
+        ({}, 50, 2),
+        ({"local_steps": "5"}, 5, 0),
+        ({"local_steps": 5, "preset": "code"}, 5, 0),
+        ({"local_steps": 0}, 0, 2),
+        ({"local_steps": 5, "local_epochs": 3}, 5, 3),
+        ({"preset": "code"}, 50, 1),
+    ],
+)
+def test_steps_that_are_given_are_used_instead_of_epochs(values: dict[str, Any], steps: int, epochs: int) -> None:
+    made = build(mh_pfedhn.Config, values)
+    assert (made.local_steps, made.local_epochs) == (steps, epochs)
+
+
 @pytest.mark.parametrize("preset", [["code"], {"a": 1}, 3, None])
 def test_a_preset_that_is_no_name_is_refused_like_any_other_value(preset: Any) -> None:
     with pytest.raises(ConfigError, match=r"Unknown value for --preset .* Choose from: code, text\."):

@@ -140,7 +140,7 @@ def test_an_npz_file_is_read(tmp_path):
         ({"x": X, "y": Y, "clients": Y}, "has the arrays clients, x, y; expected x and y"),
         (
             {"x": X, "y": Y.astype(object)},
-            "cannot be read as an .npz file of plain arrays .*no arrays of objects",
+            r"cannot be read as an .npz file of plain arrays \([^.]*\); write it with .* and no arrays of objects",
         ),
         ({"x": X, "y": 3}, "has an array without axes; expected one entry per sample"),
     ],

@@ -147,6 +147,11 @@ def test_what_is_not_a_run_directory(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         message = refused(lambda path=path: RunDirectory.open(path))
         assert message == f"{path} is not a run directory: it has no config.yaml; give the --out of a run."
+    for seed in range(4):
+        RunDirectory.create(tmp_path / f"seed-{seed}", CONFIG)
+    message = refused(lambda: RunDirectory.open(tmp_path))
+    held = "it holds the runs seed-0, seed-1, seed-2 ...; give one of them."
+    assert message == f"{tmp_path} is not a run directory: {held}"
 
 
 @pytest.mark.parametrize("text", ["{", "a: [", "\x00", "!!python/object:os.system x"])

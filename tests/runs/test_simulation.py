@@ -18,6 +18,9 @@ from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import flatten, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
+from fedloom.engines.auto import heavy
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, device_of, flat_config, resolve, split, task_of
 
@@ -42,19 +45,28 @@ def simulation(method: str = "fedavg", arrays: Arrays | None = None, **options: 
 
 def test_operator_threads_are_few_and_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(4)
+    monkeypatch.setattr("fedloom.runs.simulation.USUAL_THREADS", 4)
     monkeypatch.setattr("fedloom.runs.simulation.cores", lambda: 16)
     try:
+        assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 1  # a small model
+        monkeypatch.setattr("fedloom.engines.auto.HEAVY", 0)
         assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 4
         monkeypatch.setattr("fedloom.runs.simulation.MOST_THREADS", 3)
         assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 3
+        assert simulation(engine="parallel").options.threads == torch.get_num_threads() == 1
         monkeypatch.setattr("fedloom.runs.simulation.HEAVY_SERVER", 0)
         assert simulation(engine="parallel").options.threads == 3
-        monkeypatch.undo()
-        assert simulation(engine="parallel").options.threads == torch.get_num_threads() == 1
         assert simulation(engine="parallel", threads=2).options.threads == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "pays"),
+    [("mlp:hidden=100", (1, 28, 28), False), ("lenet", (1, 8, 8), False), ("lenet", (1, 28, 28), True)],
+)
+def test_threads_pay_for_heavy_models_only(model: str, shape: tuple[int, ...], pays: bool) -> None:
+    assert heavy(Model(parse(model, shape, 10))) is pays
 
 
 def test_workers_are_as_many_as_asked() -> None:

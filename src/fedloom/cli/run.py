@@ -39,7 +39,10 @@ def with_method(words: Sequence[str]) -> list[str]:
     file = _config_file(rest)
     if file is None:
         return list(words)
-    method = read(file).get("method")
+    content = read(file)
+    method = content.get("method")
+    if "rows" in content:
+        raise ConfigError(f"{file} is the recipe of a table; run it with `python benchmarks/recipes.py {file}`.")
     if method is None:
         raise ConfigError(f"{file} names no method; write `fedloom run METHOD --config {file}`.")
     if method not in algorithms.names():

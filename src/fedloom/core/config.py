@@ -7,6 +7,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -70,15 +71,22 @@ def fields(config_type: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[str] = ()) -> C:
     """A config from flags or a YAML file: text is converted to the field's type, unknown keys are refused.
 
-    A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over.
+    A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over. A type
+    can have ``INSTEAD``: by name of an option, what others are if it is given and they are not.
     """
     kinds = {field.name: kind for field, kind in fields(config_type)}
     presets, chosen = getattr(config_type, "PRESETS", {}), values.get("preset")
-    values = {**(presets.get(chosen, {}) if isinstance(chosen, str) else {}), **values}
+    instead = [others for name, others in getattr(config_type, "INSTEAD", {}).items() if _says(values.get(name))]
+    values = {**(presets.get(chosen, {}) if isinstance(chosen, str) else {}), **dict(ChainMap(*instead)), **values}
     for name in values:
         if name not in kinds:
             raise unknown("option", name, [*kinds, *also_known])
     return config_type(**{name: convert(value, kinds[name], flag(name)) for name, value in values.items()})
+
+
+def _says(value: Any) -> bool:
+    """Whether an option is given, and not as 0, by which it is left to others."""
+    return value is not None and str(value) != "0"
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from fedloom.core.trees import Params, Tree, tree_map
 class LocalConfig:
     """How a client trains; the defaults are those of pFedHN's experiments."""
 
-    local_steps: int = option(50, "Mini-batch steps per client and round (pFedHN, sec. 5: K = 50).", low=0)
+    local_steps: int = option(
+        50, "Mini-batch steps per client and round (pFedHN, sec. 5: K = 50); if given, used instead of epochs.", low=0
+    )
     local_epochs: int = option(0, "Passes over the client's data instead of a number of steps; 0: use steps.", low=0)
     batch_size: int = option(64, "Samples per step; the last batch of a pass has what is left.", low=1)
     optimiser: OptimiserName = option("sgd", "Local optimiser.")
@@ -34,6 +36,8 @@ class LocalConfig:
     weight_decay: float = option(5e-5, "Local weight decay (pFedHN's code).", low=0)
     clip: float = option(50.0, "Largest norm of a local gradient; 0: no clipping (pFedHN's code).", low=0)
     keep_optimiser: bool = option(False, "Keep a client's optimiser state from round to round.")
+
+    INSTEAD: ClassVar = {"local_steps": {"local_epochs": 0}}
 
     def __post_init__(self) -> None:
         check(self)

@@ -185,8 +185,9 @@ def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = (
         zlib.error,
         zipfile.BadZipFile,
     ) as error:
+        reason = str(error).partition(" If you trust")[0].rstrip(".")  # numpy then tells how to run what is in it
         raise DataError(
-            f"{path} cannot be read as an .npz file of plain arrays ({error}); write it with "
+            f"{path} cannot be read as an .npz file of plain arrays ({reason}); write it with "
             "np.savez(path, x=x, y=y) and no arrays of objects."
         ) from error
     missing, strange = set(needed) - set(arrays), set(arrays) - {*needed, *optional}

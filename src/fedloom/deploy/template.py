@@ -144,8 +144,15 @@ def _settings(method: str, given: Mapping[str, Any]) -> Iterator[str]:
         wanted = [field for field in fields(kind) if names is None or field.name in names]
         made: Any = build(kind, {field.name: given[field.name] for field in wanted if field.name in given})
         by_preset = {name for preset in getattr(kind, "PRESETS", {}).values() for name in preset} - given.keys()
+        unused = {
+            name
+            for name, others in getattr(kind, "INSTEAD", {}).items()
+            if any(getattr(made, other) != value for other, value in others.items())
+        }
         for field in wanted:
             value, about = getattr(made, field.name), field.metadata["help"]
+            if field.name in unused:  # written down it would be used
+                value, about = "", f"{about} Empty: not used."
             if field.name in by_preset:  # written down it would win over a preset that is chosen later
                 value, about = "", f"{about} Empty: as the preset has it."
             yield f"# {about}\n{field.name.replace('_', '-')} = {_value(value)}\n"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ from fedloom.engines.workers import cores, possible
 ENGINES: Mapping[str, type[AbstractEngine]] = {
     e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback)
 }
+
+HEAVY = 1 << 23
+"""Products for a sample from which on threads inside of an operator pay; of small ones they wait for each other."""
 
 
 def choose(
@@ -49,6 +53,13 @@ def choose(
     if device.type == "cpu":
         return "parallel_vectorised", f"on a CPU, dense models are faster in batches of a few clients{beside}"
     return "vectorised", f"on {device.type} a cohort is one batch"
+
+
+def heavy(model: Any) -> bool:
+    """Whether threads inside of its operators pay, by a bound of what a sample takes: every weight at every pixel."""
+    convolves = any(len(shape) > 2 for shape in model.shapes.values())
+    pixels = math.prod(model.spec.input_shape[1:]) if convolves else 1
+    return bool(model.size * pixels >= HEAVY)
 
 
 def batchable(model: Any) -> bool:

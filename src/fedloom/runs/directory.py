@@ -61,7 +61,11 @@ class RunDirectory:
         """A run that is there."""
         file = Path(path) / CONFIG
         if not file.is_file():
-            raise RunError(f"{path} is not a run directory: it has no {CONFIG}; give the --out of a run.")
+            inner = sorted(config.parent.name for config in Path(path).glob(f"*/{CONFIG}"))
+            held = f"it holds the runs {', '.join(inner[:3])}{' ...' if inner[3:] else ''}; give one of them."
+            raise RunError(
+                f"{path} is not a run directory: {held if inner else f'it has no {CONFIG}; give the --out of a run.'}"
+            )
         try:
             config = yaml.safe_load(file.read_bytes())
         except (OSError, ValueError, yaml.YAMLError) as error:

@@ -41,7 +41,7 @@ class RunOptions:
     engine: str = option(
         "auto",
         "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, or flower-sim: on "
-        "Ray, by Flower (see docs/performance.md).",
+        "Ray, by Flower (see docs/how-to-deploy.md).",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(

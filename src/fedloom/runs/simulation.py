@@ -20,7 +20,7 @@ from fedloom.core.random import stream
 from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
-from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.workers import cores
@@ -30,11 +30,14 @@ from fedloom.runs.machine import device_of, set_precision, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
 
+USUAL_THREADS = torch.get_num_threads()
+"""Of the process, before a run changes it: what one run is given must not depend on the one before it."""
+
 MOST_THREADS = 8
 """More threads than this wait for each other: operators of small models are short."""
 
 HEAVY_SERVER = 16 << 20
-"""Bytes of server state from which operators with several threads pay beside workers; below, one thread is enough."""
+"""Bytes of server state from which its operators gain by several threads."""
 
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
@@ -77,7 +80,7 @@ class Simulation(Trainer):
         algorithm, self.arrays = algorithm_of(method, options), arrays
         options = resolve(options, arrays)
         given = options.threads
-        torch.set_num_threads(given or min(torch.get_num_threads(), cores(), MOST_THREADS))
+        torch.set_num_threads(given or min(USUAL_THREADS, cores(), MOST_THREADS))
         set_precision(options.precision)
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
@@ -96,7 +99,8 @@ class Simulation(Trainer):
         engine = _engine(name, federation, algorithm, config, options)
         super().__init__(method, algorithm, options, config, federation, engine, reason)
         light = num_bytes(self.state._asdict()) < HEAVY_SERVER
-        if not given and light and isinstance(engine, AbstractParallel):
+        alone = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
+        if not given and light and alone and federation.device.type == "cpu":
             torch.set_num_threads(1)
             self.options = replace(self.options, threads=1)
         self.notes = self.partition.notes
