@@ -66,13 +66,14 @@ def write_data(path: Path, clients: int, samples: int) -> None:
 
 
 def one_start(command: list[str | Path], environment: dict[str, str]) -> tuple[list[float], float]:
-    """Run a contender; the seconds of its rounds, and the loss it reached."""
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    if done.returncode or not told:
-        raise SystemExit(f"{' '.join(map(str, command))} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    result = json.loads(told[-1])
-    return result["seconds"], result["loss"]
+    """Run a contender; the seconds of its rounds, and the loss it reached. One that crashes may try once more."""
+    for _ in range(2):
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        told = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+        if told and not done.returncode:
+            result = json.loads(told[-1])
+            return result["seconds"], result["loss"]
+    raise SystemExit(f"{' '.join(map(str, command))} failed ({done.returncode}):\n{done.stderr[-3000:]}")
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small networks of a user's own, named by import path in tests: ``testnets:Normed``."""
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -66,3 +68,16 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.lstm(x.flatten(1, -2))[0][:, -1])
+
+
+class Hidden(nn.Module):
+    """A layer outside of the module tree, whose parameters are constants."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(math.prod(input_shape), num_outputs)
+        self.hidden = [nn.Linear(num_outputs, num_outputs)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x.flatten(1))
+        return self.hidden[0](x.relu()).relu() + x

@@ -131,6 +131,8 @@ def test_what_cannot_be_is_refused_in_one_sentence(name: Any, given: Any, messag
         ({"local_steps": "5"}, 5, 0),
         ({"local_steps": 5, "preset": "code"}, 5, 0),
         ({"local_steps": 0}, 0, 2),
+        ({"local_steps": "00"}, 0, 2),
+        ({"local_steps": "10"}, 10, 0),
         ({"local_steps": 5, "local_epochs": 3}, 5, 3),
         ({"preset": "code"}, 50, 1),
     ],

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import fedloom
 from fedloom.core.contract import Batch, Home
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.random import key
 from fedloom.core.task import REGRESSION
 from fedloom.core.training import (
@@ -46,6 +49,24 @@ def batch_of(x: list[float], y: list[float], padding: int = 0) -> Batch:
     zero = torch.tensor(0)
     mask = torch.arange(len(x)) < size
     return Batch(torch.tensor(x).double()[:, None], torch.tensor(y).double(), mask, zero, zero, key("step"))
+
+
+class Checkpointed(nn.Module):
+    """Computes its only layer again in the backward pass."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(math.prod(input_shape), num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.out, x.flatten(1), use_reentrant=False)
+
+
+def test_a_network_that_computes_again_without_its_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RoundError, match=r"saves tensors by hooks, as torch\.utils\.checkpoint does"):
+        fedloom.run(
+            "fedavg", model=Checkpointed, clients=2, rounds=1, local_steps=1, progress="quiet", out=tmp_path / "run"
+        )
 
 
 def test_the_gradient_of_a_line_by_hand() -> None:

@@ -44,6 +44,50 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
     assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 4
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda fixed, carry, batch: carry + torch.unsafe_chunk(2 * batch[0], 1, 0)[0].relu() + 2 * batch[0],
+        lambda fixed, carry, batch: carry + torch.unsafe_split(carry, 3)[0].relu() + batch[0],
+        lambda fixed, carry, batch: carry + (z := batch[0] * 2).relu() + z,
+        lambda fixed, carry, batch: carry + (batch[0] * 2).view(3).relu(),
+    ],
+)
+def test_only_what_nothing_else_reads_is_rectified_in_place(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_AFTER", after)
+        batches = [(torch.tensor([-1.0, 2.0, 3.0]),), (torch.tensor([-1.0, -2.0, 4.0]),)]
+        found.append(Traces().steps("k", step, (), torch.tensor([-1.0, 0.0, 1.0]), batches))
+    assert torch.equal(*found)
+
+
+def test_what_a_network_holds_besides_its_parameters_does_not_stop_a_traced_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for after in (10**9, 0):
+        monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
+        torch.manual_seed(0)
+        played = play(
+            algorithms.get("fedavg"), small_federation(("testnets:Hidden",), dtype=torch.float32), "sequential"
+        )
+        found.append(flatten(played.state._asdict()))
+    assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
+
+
+def test_a_step_with_autocast_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+
+    def step(fixed: Any, carry: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return carry + (batch[0] @ batch[0]).float()
+
+    traces = Traces()
+    traces.steps("k", step, (), torch.zeros(2, 2), [(torch.ones(2, 2),)])
+    assert list(traces._traced.values()) == [None]
+
+
 def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced from the first step on, and never."""
     # two full batches and one that is not: few kinds, as tracing takes its time

@@ -45,7 +45,7 @@ def simulation(method: str = "fedavg", arrays: Arrays | None = None, **options: 
 
 def test_operator_threads_are_few_and_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr("fedloom.runs.simulation.USUAL_THREADS", 4)
+    torch.set_num_threads(4)
     monkeypatch.setattr("fedloom.runs.simulation.cores", lambda: 16)
     try:
         assert simulation(engine="sequential").options.threads == torch.get_num_threads() == 1  # a small model
@@ -57,6 +57,9 @@ def test_operator_threads_are_few_and_written_down(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("fedloom.runs.simulation.HEAVY_SERVER", 0)
         assert simulation(engine="parallel").options.threads == 3
         assert simulation(engine="parallel", threads=2).options.threads == torch.get_num_threads() == 2
+        assert simulation(engine="parallel").options.threads == 3  # not the run's before it
+        torch.set_num_threads(2)
+        assert simulation(engine="parallel").options.threads == 2
     finally:
         torch.set_num_threads(before)
 

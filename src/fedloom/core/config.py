@@ -7,7 +7,6 @@ import dataclasses
 import math
 import types
 import typing
-from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -76,17 +75,19 @@ def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[
     """
     kinds = {field.name: kind for field, kind in fields(config_type)}
     presets, chosen = getattr(config_type, "PRESETS", {}), values.get("preset")
-    instead = [others for name, others in getattr(config_type, "INSTEAD", {}).items() if _says(values.get(name))]
-    values = {**(presets.get(chosen, {}) if isinstance(chosen, str) else {}), **dict(ChainMap(*instead)), **values}
+    preset = presets.get(chosen, {}) if isinstance(chosen, str) else {}
+    values = {**preset, **instead(config_type, values), **values}
     for name in values:
         if name not in kinds:
             raise unknown("option", name, [*kinds, *also_known])
     return config_type(**{name: convert(value, kinds[name], flag(name)) for name, value in values.items()})
 
 
-def _says(value: Any) -> bool:
-    """Whether an option is given, and not as 0, by which it is left to others."""
-    return value is not None and str(value) != "0"
+def instead(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What other options are because of those in ``values``; one that is given as 0 is left to the others."""
+    rules = getattr(config_type, "INSTEAD", {})
+    meant = [name for name in rules if values.get(name) is not None and str(values[name]).strip("0.")]
+    return {other: value for name in meant for other, value in rules[name].items()}
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:

@@ -26,7 +26,9 @@ class LocalConfig:
     """How a client trains; the defaults are those of pFedHN's experiments."""
 
     local_steps: int = option(
-        50, "Mini-batch steps per client and round (pFedHN, sec. 5: K = 50); if given, used instead of epochs.", low=0
+        50,
+        "Mini-batch steps per client and round (pFedHN, sec. 5: K = 50). Given alone, it is used instead of epochs.",
+        low=0,
     )
     local_epochs: int = option(0, "Passes over the client's data instead of a number of steps; 0: use steps.", low=0)
     batch_size: int = option(64, "Samples per step; the last batch of a pass has what is left.", low=1)
@@ -89,6 +91,11 @@ def gradient(
     return _differentiate(objective, params)
 
 
+_RECOMPUTED = (
+    "the network saves tensors by hooks, as torch.utils.checkpoint does; what it computes again would be wrong"
+)
+
+
 def _differentiate(
     objective: Callable[[Params], tuple[Tensor, tuple[Tensor, Tree]]], params: Params
 ) -> tuple[Params, Tensor, Tree]:
@@ -100,7 +107,7 @@ def _differentiate(
         grads, (_, (loss, after)) = torch.func.grad_and_value(objective, has_aux=True)(params)
         return grads, loss, after
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks(_RECOMPUTED):
         value, (loss, after) = objective(leaves)
     found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found)), loss.detach(), tree_map(torch.Tensor.detach, after)

@@ -31,6 +31,10 @@ _FILLED = {
     f.default for f in (aten.ones_like, aten.zeros_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
 }
 _TIMES = (aten.mul.Scalar, aten.mul.Tensor)
+_UNDECLARED = {
+    aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default
+}  # fmt: skip
+"""Operations that give views without saying so."""
 
 Run = Callable[..., list[Tensor]]
 
@@ -66,7 +70,8 @@ class Traces:
                 if after != form:  # a dict in another order, say
                     form, built = after, str(after)
             else:
-                moving = run(*still, *moving, *batch)
+                with torch.no_grad():  # of what a network holds besides its parameters
+                    moving = run(*still, *moving, *batch)
         return pytree.tree_unflatten(moving, form)
 
 
@@ -113,9 +118,14 @@ def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor
 
 
 class _Unread(TorchFunctionMode):
-    """Within it, values cannot be read: a trace would take them for constants. It refuses ``item`` by itself."""
+    """Within it, values cannot be read: a trace would take them for constants. It refuses ``item`` by itself.
+
+    Nor can a network compute in other types than it is given (autocast), of which a trace has half.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise TypeError("a step uses autocast")
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             raise TypeError("a step reads values")
         return func(*args, **(kwargs or {}))
@@ -194,7 +204,7 @@ def _simplify(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> dict[fx.Node
 
 def _views(node: fx.Node) -> bool:
     """Whether it shows the tensor that it is given, as far as that can be told without running it."""
-    if node.target is aten._unsafe_view.default:
+    if node.target in _UNDECLARED:
         return True
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
@@ -249,16 +259,21 @@ def _write_in_place(graph: fx.GraphModule, carry: list[fx.Node], values: dict[fx
 
 def _rectify_in_place(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
     """Have rectifiers and their gradients be written over what they are taken of, where nothing else reads that."""
+    owners = Counter(_memory(value) for value in values.values() if isinstance(value, Tensor))
     for node in graph.graph.nodes:
         if node.target not in (aten.relu.default, aten.threshold_backward.default):
             continue
         taken = node.args[0]
-        alone = taken.op == "call_function" and _root(taken) is taken and len(taken.users) == 1
+        alone = taken.op == "call_function" and owners[_memory(values[taken])] == len(taken.users) == 1
         if alone and _form(values[taken]) == _form(values[node]):
             if node.target is aten.relu.default:
                 node.target = torch.relu_
             else:
                 node.target, node.kwargs = aten.threshold_backward.grad_input, {"grad_input": taken}
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def _call_directly(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:

@@ -25,6 +25,27 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+class Threads:
+    """The threads of an operator: those that the user's process has, and those that a run has set in their place."""
+
+    def __init__(self) -> None:
+        self._usual = self._set = 0
+
+    def usual(self) -> int:
+        """Those of the process. What one run is given must not depend on the run before it."""
+        if torch.get_num_threads() != self._set:  # not by a run
+            self._usual = torch.get_num_threads()
+        return self._usual
+
+    def set(self, number: int) -> None:
+        """Have operators run with so many."""
+        torch.set_num_threads(number)
+        self._set = number
+
+
+THREADS = Threads()
+
+
 def set_precision(name: str) -> None:
     """Whether a GPU may round the factors of float32 products to TF32, which torch allows for convolutions."""
     torch.backends.cudnn.allow_tf32 = name == "tf32"

@@ -26,12 +26,9 @@ from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.runs.machine import device_of, set_precision, task_named
+from fedloom.runs.machine import THREADS, device_of, set_precision, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
-
-USUAL_THREADS = torch.get_num_threads()
-"""Of the process, before a run changes it: what one run is given must not depend on the one before it."""
 
 MOST_THREADS = 8
 """More threads than this wait for each other: operators of small models are short."""
@@ -80,7 +77,7 @@ class Simulation(Trainer):
         algorithm, self.arrays = algorithm_of(method, options), arrays
         options = resolve(options, arrays)
         given = options.threads
-        torch.set_num_threads(given or min(USUAL_THREADS, cores(), MOST_THREADS))
+        THREADS.set(given or min(THREADS.usual(), cores(), MOST_THREADS))
         set_precision(options.precision)
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
@@ -101,7 +98,7 @@ class Simulation(Trainer):
         light = num_bytes(self.state._asdict()) < HEAVY_SERVER
         alone = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
         if not given and light and alone and federation.device.type == "cpu":
-            torch.set_num_threads(1)
+            THREADS.set(1)
             self.options = replace(self.options, threads=1)
         self.notes = self.partition.notes
         self.looks_ahead = federation.device.type == "cuda"  # elsewhere nobody would work meanwhile
