@@ -96,8 +96,8 @@ class Simulation(Trainer):
         engine = _engine(name, federation, algorithm, config, options)
         super().__init__(method, algorithm, options, config, federation, engine, reason)
         light = num_bytes(self.state._asdict()) < HEAVY_SERVER
-        alone = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
-        if not given and light and alone and federation.device.type == "cpu":
+        small = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
+        if not given and light and small and federation.device.type == "cpu":
             THREADS.set(1)
             self.options = replace(self.options, threads=1)
         self.notes = self.partition.notes
