@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, uniform
 from fedloom.core.trees import Params, Tree
+from fedloom.models.batch_norm import batch_norm
 from fedloom.models.load import fill
 from fedloom.models.spec import ModelSpec
 
@@ -223,7 +224,7 @@ class _Replaced(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm:
             self.called.add("batch_norm")
-            return _batch_norm(self.mask, *args, **kwargs)
+            return batch_norm(self.mask, *args, **kwargs)
         if func in _DROPOUTS:
             self.called.add("dropout")
             self.layers += 1
@@ -232,42 +233,6 @@ class _Replaced(TorchFunctionMode):
         if func in _RANDOM or _dropout_rate(func, args, kwargs) > 0:
             raise ConfigError(_draws(f"{func.__name__}, which"))
         return func(*args, **kwargs)
-
-
-def _batch_norm(
-    mask: Tensor,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``F.batch_norm`` whose statistics are those of the unmasked samples."""
-    if running_mean is None or running_var is None:
-        raise ConfigError(
-            "the model calls batch_norm without running statistics; its result depends on how data are batched. "
-            "Use a BatchNorm layer with the defaults."
-        )
-    channels = (1, -1) + (1,) * (x.dim() - 2)
-    narrow, x = x.dtype, x.to(running_mean.dtype)
-    mean, var = running_mean, running_var
-    if training:
-        real = mask.reshape(-1, *(1,) * (x.dim() - 1)).to(x.dtype)
-        count = real.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
-        over = [d for d in range(x.dim()) if d != 1]
-        mean = (x * real).sum(over) / count
-        var = ((x - mean.reshape(channels)).square() * real).sum(over) / count
-        # a single value has no variance, and must not pull the running one to zero
-        unbiased = torch.where(count > 1, var.detach() * count / (count - 1).clamp(min=1), running_var)
-        running_mean.copy_((1 - momentum) * running_mean + momentum * mean.detach())
-        running_var.copy_((1 - momentum) * running_var + momentum * unbiased)
-    y = (x - mean.reshape(channels)) * torch.rsqrt(var.reshape(channels) + eps)
-    if weight is not None:
-        y = y * weight.reshape(channels)
-    return (y if bias is None else y + bias.reshape(channels)).to(narrow)
 
 
 def _keep(key: Tensor, x: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
