@@ -227,6 +227,22 @@ def test_a_cohort_that_memory_has_no_room_for_runs_in_parts_and_gives_the_same(
         torch.testing.assert_close(parts.state.params[name], value)
 
 
+def test_memory_that_was_kept_for_speed_is_given_back_once_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording that is made before memory is full, whenever a group is tried, must not keep it from being halved."""
+    original, tried, freed = ENGINES["vectorised"].run_group, [], []
+
+    def with_room_for_two(self, program, clients, shared, mine):
+        tried.append(len(clients))
+        if len(clients) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return original(self, program, clients, shared, mine)
+
+    monkeypatch.setattr(ENGINES["vectorised"], "run_group", with_room_for_two)
+    monkeypatch.setattr(ENGINES["vectorised"], "free_memory", lambda self: freed.append(tried[-1]) or True)
+    play(FEDAVG, small_federation(sizes=(4, 4, 4, 4)), "vectorised", rounds=2)
+    assert tried == [4, 4, 2, 2, 2, 2] and freed == [4]
+
+
 def test_a_client_that_memory_has_no_room_for_is_dropped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(self, program, clients, shared, mine):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")

@@ -196,3 +196,18 @@ def test_a_server_that_runs_out_of_memory_gives_back_what_was_kept_for_speed(
     else:
         with pytest.raises(RoundError, match="Round 1 does not fit into memory: CUDA out of memory"):
             short.train_round()
+
+
+def test_a_server_that_runs_out_of_memory_again_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = simulation("scaffold", ahead=False)
+    asked: list[int] = []
+
+    def failing(*_: Any) -> Any:
+        asked.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 120.00 MiB.")
+
+    monkeypatch.setattr(short.engine, "ask", failing)
+    monkeypatch.setattr(short.engine, "free_memory", lambda: True)
+    with pytest.raises(RoundError, match="Round 1 does not fit into memory"):
+        short.train_round()
+    assert asked == [1, 1]

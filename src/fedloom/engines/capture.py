@@ -147,12 +147,12 @@ class CapturedSteps:
         self._changes = self._find_changes()
         changing = [place for place, changed in zip(self._carry.places, self._changes) if changed]
         self._at = [next(i for i, leaf in enumerate(self._everything) if leaf is p) for p in [*changing, self.counter]]
-        self._run: Callable[..., list[Tensor]] = self._next
+        self._compiled: Callable[..., list[Tensor]] | None = None
         if compiled:
             # traced down to plain operators first, so that the compiler meets neither vmap nor grad
             with products_for(clients):
                 traced = make_fx(self._next)(*self._everything)
-            self._run = torch.compile(traced, dynamic=False, fullgraph=True)
+            self._compiled = torch.compile(traced, dynamic=False, fullgraph=True)
         small = sum(leaf.nbytes for leaf in changing) <= MAX_BUNDLED_BYTES
         self._bundle = BUNDLE if small and capacity > BUNDLE else 1
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of steps
@@ -187,7 +187,7 @@ class CapturedSteps:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    self._run(*self._everything)
+                    self._once(*self._everything)
             torch.cuda.current_stream().wait_stream(stream)
         with self.pool.recording() as graph:
             self._take(steps)
@@ -197,9 +197,13 @@ class CapturedSteps:
         """The next steps; the carry they start from and the counter are overwritten by those they end with."""
         now = list(self._everything)
         for _ in range(steps):
-            for place, value in zip(self._at, self._run(*now)):
+            for place, value in zip(self._at, self._once(*now)):
                 now[place] = value
         copy_all([self._everything[place] for place in self._at], [now[place] for place in self._at])
+
+    def _once(self, *everything: Tensor) -> list[Tensor]:
+        """``_next``, compiled or not. A method: an attribute would make this object and its memory a cycle."""
+        return self._next(*everything) if self._compiled is None else self._compiled(*everything)
 
     def _next(self, *everything: Tensor) -> list[Tensor]:
         """The leaves of the carry that a step changes after the step that the counter points at, and the next count."""

@@ -176,10 +176,10 @@ class AbstractEngine(abc.ABC):
     def attempt(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> list[Outcome]:
         """Run a group; if it is too large for memory run its halves, if it fails otherwise its clients one by one."""
         try:
-            return [self.run_group(program, group, shared, mine)]
+            return [self._with_room(program, group, shared, mine)]
         except torch.OutOfMemoryError as error:
             reason = f"does not fit into memory: {str(error).partition('. ')[0]}"
-            parts = [group] if self.free_memory() else self._halves(program, group)
+            parts = self._halves(program, group)
         except Exception as error:
             reason = str(error) if isinstance(error, ClientFault) else f"raised {type(error).__name__}: {error}"
             parts = [[client] for client in group] if len(group) > 1 else []
@@ -189,6 +189,16 @@ class AbstractEngine(abc.ABC):
         if not parts:
             self.books.dropped.append(Dropped(group[0], program.name, reason))
         return [outcome for part in parts for outcome in self.attempt(program, part, shared, mine)]
+
+    def _with_room(self, program: Program, group: list[ClientId], shared: Tree, mine: PerClient) -> Outcome:
+        """``run_group``; where memory is full, once more with what was kept there for speed given back."""
+        try:
+            return self.run_group(program, group, shared, mine)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        if not self.free_memory():
+            raise torch.OutOfMemoryError(reason)
+        return self.run_group(program, group, shared, mine)
 
     def _halves(self, program: Program, group: list[ClientId]) -> list[list[ClientId]]:
         """Both halves of a group that was too large, which is remembered; nothing of a single client."""

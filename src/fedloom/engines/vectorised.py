@@ -7,6 +7,7 @@ clients still at work cost and none is masked away. Batches that are not full ar
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -69,6 +70,7 @@ class Vectorised(AbstractEngine):
         freed = bool(self._recordings.kept or self.replay.kept)
         self._recordings.kept.clear()
         self.replay.kept.clear()
+        gc.collect()  # what is left of a failed step may hold on to itself
         torch.cuda.empty_cache()
         return freed
 

@@ -117,17 +117,20 @@ class Trainer:
         since, self._read = max(begun.since, self._read), time.perf_counter()
         return begun.record(self._read - since)
 
-    def _do(self, start: Mark) -> Begun:
-        """The round after ``start``; where the server's own steps want memory, that of what was kept for speed."""
+    def _do(self, start: Mark, *, freed: bool = False) -> Begun:
+        """The round after ``start``; where the server's own steps want memory, that of what was kept for speed.
+
+        ``freed``: they have had it already.
+        """
         memory = dict(start.memory)
         try:
             return self._run(start, trusting=False)
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". ")[0]
         # outside of the handler, so that the error no longer holds on to tensors
-        if self.engine.free_memory():
+        if not freed and self.engine.free_memory():
             self.engine.memory = memory
-            return self._do(start._replace(memory=memory))
+            return self._do(start._replace(memory=memory), freed=True)
         raise RoundError(
             f"Round {start.round + 1} does not fit into memory: {reason}. The last checkpoint is intact: "
             "take a smaller loom or cohort, or a device with more memory."
