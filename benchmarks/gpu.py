@@ -170,7 +170,7 @@ def rounds(options: argparse.Namespace) -> None:
 def memory(options: argparse.Namespace) -> None:
     """500 clients of a ResNet-18 in a part of the memory."""
     total = torch.cuda.get_device_properties(0).total_memory
-    room = 60 << 30
+    room = 12 << 30
     torch.cuda.set_per_process_memory_fraction(room / total)
     one_round, engine = fedloom_rounds(500, 8, compiled=False, model="resnet18", method="fedavg", local_steps=8)
     taken = seconds(one_round, 1, warm=1)

@@ -46,7 +46,7 @@ def doomed(monkeypatch: pytest.MonkeyPatch, client: str, end: signal.Signals = s
 @pytest.mark.parametrize("engine", PARALLEL)
 @pytest.mark.parametrize("model", ["lenet:kernels=2", "mlp:hidden=5"])
 def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, monkeypatch) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
     federation = small_federation((model,), dtype=torch.float32)
     states = []
     for number in (1, 2, 3):
@@ -59,21 +59,48 @@ def test_bits_do_not_depend_on_the_number_of_processes(engine: str, model: str, 
 
 
 @pytest.mark.parametrize(
-    "clients, sizes",
-    [(5, [2, 3]), (32, [8] * 4), (33, [4, 4, 4, 4, 4, 4, 4, 5]), (100, [6, 6, 6, 7] * 4)],
+    "room, clients, sizes",
+    [  # a model has room beside 9, 1 or 9,999 others
+        (10, 5, [5]),
+        (10, 20, [7, 7, 6]),
+        (10, 33, [9, 8, 8, 8]),
+        (10, 100, [9] * 4 + [8] * 8),
+        (1, 9, [3, 3, 3]),
+        (1, 17, [3] + [2] * 7),
+        (9999, 100, [25] * 4),
+        (9999, 129, [17] + [16] * 7),
+    ],
 )
-def test_a_group_of_many_parts_has_a_multiple_of_four(clients: int, sizes: list[int], monkeypatch) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part", 8 if clients > 5 else 4)
+def test_parts_have_room_in_a_cache_are_not_too_small_and_come_out_even(
+    room: int, clients: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = small_federation(sizes=(2,) * clients)
+    bytes_of_one = federation.roster["0"].model.size * federation.dtype.itemsize
+    monkeypatch.setattr(parallel, "PART_BYTES", room * bytes_of_one)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     run, found = ParallelVectorised.run_part, []
     monkeypatch.setattr(ParallelVectorised, "run_part", lambda s, p, c, *a: found.append(len(c)) or run(s, p, c, *a))
-    play(FEDAVG, small_federation(sizes=(2,) * clients), "parallel_vectorised", rounds=1)
+    play(FEDAVG, federation, "parallel_vectorised", rounds=1)
     assert found == sizes
+
+
+def test_a_worker_does_not_divide_its_part_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 clients are parts of 13, where 13 clients alone would be two parts."""
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    original = ParallelVectorised.run_part
+
+    def run_part(self, program, clients, *rest):
+        assert len(clients) in (12, 13)
+        return original(self, program, clients, *rest)
+
+    monkeypatch.setattr(ParallelVectorised, "run_part", run_part)
+    played = play(FEDAVG, small_federation(sizes=(2,) * 50), "parallel_vectorised", rounds=1)
+    assert not played.engine.books.dropped and not played.engine.notes
 
 
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
     federation = small_federation()
     doomed(monkeypatch, "3")
     played = play(FEDAVG, federation, engine, rounds=2)
@@ -94,7 +121,7 @@ def test_a_client_that_stands_still_does_not_hang_the_run(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_processes_are_kept_from_round_to_round_and_end_with_the_engine(engine: str, monkeypatch) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
     before = children()
     played = play(FEDAVG, small_federation(), engine, rounds=1)
     at_work = children()

@@ -30,6 +30,12 @@ from fedloom.engines.workers import Lost, Workers, cores, possible
 EVEN = 4
 """A group of more parts than this has a multiple of it, so that two and four cores come to an end together."""
 
+PART_BYTES = 1 << 22
+"""Of parameters in a part: a step also has their gradients, and all that should stay in a cache."""
+
+FEW, SEVERAL, MANY = 4, 8, 32
+"""Clients in a part: at least, where that leaves other cores without work, and at most."""
+
 PROGRAMS = 8
 """Programs that workers are kept for; one more, and they are forked anew."""
 
@@ -37,15 +43,18 @@ PROGRAMS = 8
 class AbstractParallel(AbstractEngine):
     """Another engine's ``run_group``, for parts of the group side by side."""
 
-    part: int
-    """The most clients in a part. Parts do not depend on the machine, and so their bits do not either."""
-
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
         self.processes = cores()
         self._workers: Workers | None = None
         self._programs: list[Program] = []
         self._worker_data: Federation | None = None
+        self._at_work = False
+        """Whether this is a worker's copy, which has parts to run and none to give away."""
+
+    @abc.abstractmethod
+    def part_size(self, clients: Sequence[ClientId]) -> int:
+        """The most clients in a part of this group; the same on every machine, and so are the bits that it gives."""
 
     @abc.abstractmethod
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
@@ -63,10 +72,14 @@ class AbstractParallel(AbstractEngine):
 
     def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
-        number = -(-len(clients) // self.part)
+        if self._at_work:
+            return self.run_part(program, clients, shared, mine)
+        number = -(-len(clients) // self.part_size(clients))
         if number > EVEN:
             number = min(-(-number // EVEN) * EVEN, len(clients))
-        cuts = [len(clients) * i // number for i in range(number + 1)]
+        # the larger parts first, or they would all be one worker's
+        smaller, larger = divmod(len(clients), number)
+        cuts = [smaller * i + min(i, larger) for i in range(number + 1)]
         parts = [clients[start:stop] for start, stop in pairwise(cuts)]
         workers = self._ready(program) if len(parts) > 1 else None
         outcomes = (
@@ -132,6 +145,7 @@ def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[
     engine = owner()
     assert engine is not None
     which, stage, asks, part = note
+    engine._at_work = True
     engine.begin(stage)
     remembered = PerClient([(part, tree["memory"])])
     engine.memory = {client: remembered[client] for client in part}
@@ -146,7 +160,10 @@ class Parallel(AbstractParallel, Sequential):
     """One client at a time on every core; the bits are those of ``sequential`` with one operator thread."""
 
     name = "parallel"
-    part = 1
+
+    def part_size(self, clients: Sequence[ClientId]) -> int:
+        """As ``AbstractParallel.part_size``."""
+        return 1
 
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractParallel.run_part``."""
@@ -157,12 +174,16 @@ class ParallelVectorised(AbstractParallel, Vectorised):
     """One batched part of the cohort at a time on every core, small enough to stay in a core's cache."""
 
     name = "parallel_vectorised"
-    part = 8  # fewer leave the time to the overhead of operations, more do not stay in a core's cache
 
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
         self._traces = Traces()
         self._step_of: Hashable = None
+
+    def part_size(self, clients: Sequence[ClientId]) -> int:
+        """As ``AbstractParallel.part_size``: as many as have room in a cache, of small models not too many."""
+        room = PART_BYTES // (self.federation.roster[clients[0]].model.size * self.federation.dtype.itemsize)
+        return max(FEW, min(room, MANY, max(SEVERAL, -(-len(clients) // EVEN))))
 
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractParallel.run_part``."""
