@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 import fedloom
+from fedloom.core.errors import FedloomError
+from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.engines.workers import cores
 
@@ -55,9 +57,8 @@ def peers_python(folder: Path) -> Path:
     return python
 
 
-def write_data(path: Path, clients: int, samples: int) -> None:
+def write_data(arrays: Arrays, path: Path, clients: int, samples: int) -> None:
     """``samples`` of Fashion-MNIST for each client, dealt at random."""
-    arrays = load("fashion_mnist", None)
     need = clients * samples
     if need > len(arrays.x):
         raise SystemExit(f"{clients} clients x {samples} samples are {need}; Fashion-MNIST has {len(arrays.x)}.")
@@ -86,6 +87,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=["mlp", "lenet"], default=["mlp", "lenet"])
     parser.add_argument("--venv", type=Path, default=CACHE)
     chosen = parser.parse_args()
+    try:
+        arrays = load("fashion_mnist", None)
+    except FedloomError as error:
+        raise SystemExit(str(error)) from None
     python = peers_python(chosen.venv)
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.workers}"]
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_DEDUP_LOGS": "0"}
@@ -106,7 +111,7 @@ def main() -> None:
     samples = chosen.steps * chosen.batch
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.pt"
-        write_data(data, chosen.clients, samples)
+        write_data(arrays, data, chosen.clients, samples)
         work = [
             f"--{n}={getattr(chosen, n)}"
             for n in ("clients", "steps", "batch", "rounds", "workers", "rate", "momentum")
