@@ -20,6 +20,19 @@ class Normed(nn.Module):
         return self.out(F.relu(self.norm(self.conv(x))).flatten(1))
 
 
+class DenseNormed(nn.Module):
+    """Dense layer, BatchNorm, rectifier, output layer."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(math.prod(input_shape), 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.out = nn.Linear(16, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.dense(x.flatten(1)))))
+
+
 class Endless(nn.Module):
     """As many layers as its client wants."""
 
