@@ -170,8 +170,9 @@ def rounds(options: argparse.Namespace) -> None:
 def memory(options: argparse.Namespace) -> None:
     """500 clients of a ResNet-18 in a part of the memory."""
     total = torch.cuda.get_device_properties(0).total_memory
-    room = 12 << 30
+    room = min(12 << 30, total)
     torch.cuda.set_per_process_memory_fraction(room / total)
+    torch.cuda.reset_peak_memory_stats()
     one_round, engine = fedloom_rounds(500, 8, compiled=False, model="resnet18", method="fedavg", local_steps=8)
     taken = seconds(one_round, 1, warm=1)
     print(f"\n500 clients of a ResNet-18 (8 steps of 8) with {room >> 30} GiB: {taken:.1f} s a round, at most "
@@ -222,6 +223,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--data-root", help="where CIFAR-10 is")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no GPU here that torch can use; benchmarks/engines.py is for CPUs.")
     print(f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for part in options.part:
         parts[part](options)

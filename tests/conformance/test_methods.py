@@ -53,7 +53,7 @@ def fingerprint(tree: Tree) -> str:
 def test_vectorised_gives_what_sequential_gives(
     algorithm: Algorithm, models: tuple[str, ...], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part", 2)
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
     federation = small_federation(models_for(algorithm, *models))
     cohorts = [["0", "1", "2"], ["1", "3", "4"]]
     one, other = (play(algorithm, federation, name, cohorts=cohorts) for name in ("sequential", engine))

@@ -44,6 +44,17 @@ def test_compiled_steps_on_a_gpu_give_what_the_plain_loop_gives(method: str, mon
         assert any(captured.compiled for captured in fast.engine._recordings.kept.values())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_network_with_batch_norm_on_a_gpu_gives_what_the_plain_loop_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture, "MIN_RECORDED_STEPS", 1)
+    monkeypatch.setattr(capture, "MIN_COMPILED_STEPS", 0)
+    fast = _compare("fedavg", ["testnets:Normed"], rounds=5)
+    assert fast.engine.notes == [] and any(captured.compiled for captured in fast.engine._recordings.kept.values())
+
+
 def _compare(method: str, models: Sequence[str], rounds: int) -> Played:
     """A few rounds in both ways; equal to rounding."""
     algorithm = algorithms.get(method)

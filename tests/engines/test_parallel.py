@@ -98,6 +98,27 @@ def test_a_worker_does_not_divide_its_part_again(monkeypatch: pytest.MonkeyPatch
     assert not played.engine.books.dropped and not played.engine.notes
 
 
+def test_bits_do_not_depend_on_the_number_of_processes_where_a_client_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the part that it is in runs one by one, here too."""
+    original = ENGINES["vectorised"].schedule
+
+    def schedule(self, program, client):
+        if client == "3":
+            raise ValueError("no data today")
+        return original(self, program, client)
+
+    monkeypatch.setattr(ENGINES["vectorised"], "schedule", schedule)
+    run, ran, found = ParallelVectorised.run_part, [], []
+    monkeypatch.setattr(ParallelVectorised, "run_part", lambda s, p, c, *a: ran.append(len(c)) or run(s, p, c, *a))
+    for processes in (1, 2):
+        monkeypatch.setattr(parallel, "cores", lambda processes=processes: processes)
+        played = play(FEDAVG, small_federation(sizes=(5,) * 40), "parallel_vectorised", rounds=2)
+        found.append(flatten(played.state._asdict()))
+        assert [dropped.client for dropped in played.engine.books.dropped] == ["3"]
+    assert ran == 2 * [10, *[1] * 10, 10, 10, 10]  # in this process; the workers' are theirs
+    assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
+
+
 @pytest.mark.parametrize("engine", PARALLEL)
 def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)

@@ -50,7 +50,7 @@ class AbstractParallel(AbstractEngine):
         self._programs: list[Program] = []
         self._worker_data: Federation | None = None
         self._at_work = False
-        """Whether this is a worker's copy, which has parts to run and none to give away."""
+        """Whether parts are being run, here or in a worker's copy, which are not divided again."""
 
     @abc.abstractmethod
     def part_size(self, clients: Sequence[ClientId]) -> int:
@@ -82,17 +82,29 @@ class AbstractParallel(AbstractEngine):
         cuts = [smaller * i + min(i, larger) for i in range(number + 1)]
         parts = [clients[start:stop] for start, stop in pairwise(cuts)]
         workers = self._ready(program) if len(parts) > 1 else None
-        outcomes = (
-            self._everywhere(workers, program, parts, shared, mine)
-            if workers
-            else (self.run_part(program, part, shared, mine) for part in parts)
-        )
+        if workers:
+            outcomes = self._everywhere(workers, program, parts, shared, mine)
+        elif len(parts) > 1:
+            outcomes = self._here(program, parts, shared, mine)
+        else:
+            outcomes = iter([self.run_part(program, clients, shared, mine)])
         replies: list[tuple[Sequence[ClientId], Tree]] = []
         memories: list[tuple[Sequence[ClientId], Tree]] = []
         for outcome in outcomes:
             replies += outcome.replies.groups
             memories += outcome.memories.groups
         return Outcome(self._merge(replies), self._merge(memories))
+
+    def _here(
+        self, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
+    ) -> Iterator[Outcome]:
+        """The outcomes of the parts, run in this process as in a worker: a part that fails leaves the others alone."""
+        self._at_work = True
+        try:
+            for part in parts:
+                yield from self.attempt(program, list(part), shared, mine)
+        finally:
+            self._at_work = False
 
     def _everywhere(
         self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
@@ -182,8 +194,8 @@ class ParallelVectorised(AbstractParallel, Vectorised):
 
     def part_size(self, clients: Sequence[ClientId]) -> int:
         """As ``AbstractParallel.part_size``: as many as have room in a cache, of small models not too many."""
-        room = PART_BYTES // (self.federation.roster[clients[0]].model.size * self.federation.dtype.itemsize)
-        return max(FEW, min(room, MANY, max(SEVERAL, -(-len(clients) // EVEN))))
+        one = max(1, self.federation.roster[clients[0]].model.size * self.federation.dtype.itemsize)
+        return max(FEW, min(PART_BYTES // one, MANY, max(SEVERAL, -(-len(clients) // EVEN))))
 
     def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
         """As ``AbstractParallel.run_part``."""

@@ -66,13 +66,14 @@ class Vectorised(AbstractEngine):
         return Outcome(PerClient([(clients, reply)]), PerClient([(clients, after)]))
 
     def free_memory(self) -> bool:
-        """Forget the recorded steps."""
-        freed = bool(self._recordings.kept or self.replay.kept)
+        """Forget the recorded steps, and what is left of failed ones, which may hold on to itself."""
+        if self.federation.device.type != "cuda":
+            return False
         self._recordings.kept.clear()
         self.replay.kept.clear()
-        gc.collect()  # what is left of a failed step may hold on to itself
+        gc.collect()
         torch.cuda.empty_cache()
-        return freed
+        return True
 
     def _all_steps(
         self, kind: tuple[Program, Hashable], plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any

@@ -128,6 +128,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". ")[0]
         # outside of the handler, so that the error no longer holds on to tensors
+        self.setup.replay.kept.clear()
         if not freed and self.engine.free_memory():
             self.engine.memory = memory
             return self._do(start._replace(memory=memory), freed=True)
@@ -200,19 +201,25 @@ class Trainer:
             higher_is_better=self.setup.task.higher_is_better,
         )
 
-    def global_model(self) -> tuple[contract.Model, Params]:
-        """The network that the method has besides its clients' own."""
+    def global_model(self, *, for_others: bool = False) -> tuple[contract.Model, Params]:
+        """The network that the method has besides its clients' own; ``for_others`` than those who took part."""
         if self.base.global_model is None:
             raise NeedsError(
                 f"{self.base.name} has no global model apart from what its clients deploy. Leave it out; "
                 "a method that has one is mh_pfedhn_gd."
             )
         state = self.state if self.algorithm is self.base else self.base.state(**self.state.base)
-        return self.base.global_model(self.setup, state)
+        network, params = self.base.global_model(self.setup, state)
+        if for_others and network.fresh_buffers():
+            raise NeedsError(
+                f"The global model {network.spec} has running statistics (BatchNorm), which stay with the "
+                "participants; without them it is of no use to others. Choose a --global-model without BatchNorm."
+            )
+        return network, params
 
     def evaluate_global(self, split: str, *, unseen: bool = False) -> dict[ClientId, Score]:
         """The scores of the global model on a split of every participant's own data, or of every unseen client's."""
-        network, params = self.global_model()
+        network, params = self.global_model(for_others=unseen)
         self.engine.begin(f"evaluation after round {self.round}")
         return evaluate(
             with_network(self.base, network),
