@@ -732,3 +732,31 @@ def test_clients_that_fail_alone_are_written_down(tmp_path: Path) -> None:
     assert dropped.count(("2", "fedavg.train")) == 2
     assert run.summary["dropped"] >= 2
     assert run.summary["finished"]
+
+
+@pytest.mark.parametrize("other", [{"unseen": 3}, {"seed": 1}, {"test_share": 0.5}, {"partition": "iid"}])
+def test_a_run_is_not_loaded_with_data_dealt_anew(other: dict[str, Any], tmp_path: Path) -> None:
+    fedloom.run("fedavg", out=tmp_path / "run", unseen=2, **{"partition": "classes:2", **TINY})
+    with pytest.raises(ConfigError, match=f"With {next(iter(other))} as given participants would have other data"):
+        fedloom.load(tmp_path / "run", **other).evaluate_unseen()
+    assert fedloom.load(tmp_path / "run", unseen_shift="blur").evaluate_unseen()
+
+
+@pytest.mark.parametrize(("trained", "other"), [(1e6, 0.0), (0.0, 1e6)])
+def test_a_run_is_not_loaded_with_an_encoder_of_the_other_form(trained: float, other: float, tmp_path: Path) -> None:
+    fedloom.run("it_pfl_hn", out=tmp_path / "run", unseen=2, descriptor_epsilon=trained, finetune_after=1, **TINY)
+    with pytest.raises(ConfigError, match=f"trained {'with' if trained else 'without'} private descriptors"):
+        fedloom.load(tmp_path / "run", descriptor_epsilon=other).evaluate_unseen()
+    assert not trained or fedloom.load(tmp_path / "run", descriptor_epsilon=3.0).evaluate_unseen()
+
+
+def test_a_global_model_is_not_given_away_without_its_statistics_or_its_training(tmp_path: Path) -> None:
+    given = {**TINY, "unseen": 2, "hidden": 8, "local_epochs": 1}
+    normed = fedloom.run("mh_pfedhn_gd", out=tmp_path / "normed", **{**given, "model": "testnets:Normed"})
+    assert normed.evaluate_global("test")
+    for use in (lambda: normed.evaluate_global("test", unseen=True), lambda: normed.export_global(tmp_path)):
+        with pytest.raises(NeedsError, match="which stay with the participants; without them"):
+            use()
+    untrained = fedloom.run("mh_pfedhn_gd", out=tmp_path / "untrained", global_share=0.0, **given)
+    with pytest.raises(NeedsError, match="No client trains the global model"):
+        untrained.evaluate_global("test")

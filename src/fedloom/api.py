@@ -35,7 +35,7 @@ from fedloom.runs.export import export
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.machine import device_of
 from fedloom.runs.options import RunOptions
-from fedloom.runs.simulation import Simulation, flat_config
+from fedloom.runs.simulation import Simulation, flat_config, resolve, split
 from fedloom.runs.trackers import TRACKERS, tracker
 from fedloom.runs.trainer import Trainer
 
@@ -315,7 +315,7 @@ class Run:
 
     def export_global(self, folder: str | Path) -> Path:
         """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
-        network, params = self.simulation.global_model()
+        network, params = self.simulation.global_model(for_others=True)
         deployed = {"params": params, "buffers": network.fresh_buffers()}
         spec: Any = network.spec
         return export(Path(folder), "global", deployed, spec, self.simulation.base.name, stem="global")
@@ -372,7 +372,7 @@ def _rebuild(
             f"{directory.path} was run over a network: its clients have the data and their memories. Go on with "
             "`fedloom deploy resume`, or with resume=true in the app's settings; clients have their models themselves."
         )
-    before = str(given.get("device", "auto"))
+    before, trained = str(given.get("device", "auto")), dict(given)
     given |= {name: value for name, value in changes.items() if value is not None}
     if before != "auto" and not before.startswith(device_of(str(given["device"])).type):
         given["engine"] = "auto"  # the one in the config is for another kind of device
@@ -383,7 +383,30 @@ def _rebuild(
         arrays = load_data(dataset or shared.dataset, shared.data_root)
     else:
         arrays = as_arrays(dataset)
-    return Simulation(method, shared, config, arrays)
+    simulation = Simulation(method, shared, config, arrays)
+    changed = [name for name, value in changes.items() if value is not None and name not in ("adapt", "device")]
+    if changed:
+        _check_as_trained(simulation, method, trained, changed)
+    return simulation
+
+
+def _check_as_trained(simulation: Simulation, method: str, trained: Mapping[str, Any], changed: list[str]) -> None:
+    """Refuse other values of options with which the run would not be the one that was trained."""
+    shared, config = parse_options(method, dict(trained))
+    dealt = [split(resolve(shared, simulation.arrays), simulation.arrays), simulation.partition]
+    rows = [[(c.id, *map(np.ndarray.tobytes, (c.train, c.val, c.test))) for c in p.participants] for p in dealt]
+    names = ", ".join(changed)
+    if rows[0] != rows[1]:
+        raise ConfigError(
+            f"With {names} as given participants would have other data than in training, and some of what they were "
+            "trained on would pass for unseen. Leave it out, or train again."
+        )
+    private = [getattr(one, "private", None) for one in (config, simulation.setup.config)]
+    if private[0] != private[1]:
+        raise ConfigError(
+            f"The run was trained {'with' if private[0] else 'without'} private descriptors, and an encoder made for "
+            f"them; got {names}. {'Give an epsilon above 0' if private[0] else 'Leave it out'}, or train again."
+        )
 
 
 def train(simulation: Trainer, directory: RunDirectory, shown: Display) -> None:

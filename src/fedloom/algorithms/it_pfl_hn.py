@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 class Config(encoder.EncoderConfig, PerTensorConfig):
     """IT-PFL-HN's options: those of the encoder, of pFedHN's loom, and when the one is frozen and the other tuned."""
 
-    finetune_after: int = option(400, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
+    finetune_after: int = option(80, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False

@@ -36,6 +36,7 @@ from fedloom.algorithms.mh_pfedhn import State
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Setup
+from fedloom.core.errors import NeedsError
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
 from fedloom.core.trees import PerClient, Tree
 from fedloom.core.vectors import from_vector, to_vector
@@ -75,6 +76,10 @@ def init(setup: Setup[Any]) -> State:
 
 def global_model(setup: Setup[Any], state: State) -> tuple[Model, dict[str, Tensor]]:
     """The global model's network and parameters, for evaluation and export; the server has no running statistics."""
+    if not deploying(setup):
+        raise NeedsError(
+            "No client trains the global model (--global-share 0); there is nothing to evaluate or export."
+        )
     network = global_network(setup)
     return network, from_vector(weave_global(setup, state), network.shapes)
 

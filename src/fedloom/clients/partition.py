@@ -59,6 +59,11 @@ class Partition:
     unused: np.ndarray
     notes: tuple[str, ...]
 
+    @property
+    def participants(self) -> list[ClientSplit]:
+        """The clients that take part in training."""
+        return [client for client in self.clients if not client.unseen]
+
     def summary(self, labels: np.ndarray) -> list[dict[str, Any]]:
         """One row per client: sizes, number of classes, share of the largest class, and skew.
 
