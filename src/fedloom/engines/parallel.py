@@ -34,7 +34,7 @@ PART_BYTES = 1 << 22
 """Of parameters in a part: a step also has their gradients, and all that should stay in a cache."""
 
 FEW, SEVERAL, MANY = 4, 8, 32
-"""Clients in a part: at least, where that leaves other cores without work, and at most."""
+"""Clients in a part: never fewer, no more where that would leave cores without work, and never more."""
 
 PROGRAMS = 8
 """Programs that workers are kept for; one more, and they are forked anew."""
