@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedloom on a GPU against a plain PyTorch loop on the same GPU: whole rounds of pFedHN, as ratios in one run.
 
-    python benchmarks/gpu.py [--part rounds memory schedule] [--cohorts 1 50] [--ways compiled bf16] [--repeats 5]
-        [--data-root DIR]
+    python benchmarks/gpu.py [--part rounds kernels memory schedule] [--cohorts 1 50] [--ways compiled bf16]
+        [--repeats 5] [--data-root DIR]
 
-``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, and with TF32
-and bfloat16. ``memory``: a cohort that the memory it may use has no room for. Both have random data. ``schedule``:
+``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, compiled
+without kernels of our own, and with TF32 and bfloat16. ``kernels``: LeNet's convolutions by themselves, the library's
+and our own. ``memory``: a cohort that the memory it may use has no room for. All have random data. ``schedule``:
 pFedHN's 5,000 client updates on CIFAR-10, with its accuracy, for cohorts of 1 or 10, once each; needs the data.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom import algorithms
@@ -31,6 +34,7 @@ from fedloom.core.contract import Cohort, Setup
 from fedloom.core.task import CLASSIFICATION
 from fedloom.data.registry import load
 from fedloom.engines import capture
+from fedloom.engines.convolution import MANY
 from fedloom.engines.vectorised import Vectorised
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -41,12 +45,15 @@ DEVICE = torch.device("cuda")
 PEAK = 67e12
 """float32 operations a second of an H100 or H200 without tensor cores (NVIDIA's data sheet)."""
 
+SERVER_LR = 1e-4
+"""Labels are random: at pFedHN's own rate the numbers overflow after some rounds."""
+
 Round = Callable[[int], Any]
 
 
 def fedloom_rounds(
     clients: int, batch: int, *, compiled: bool, precision: str = "exact", model: str = "lenet", registered: int = 0,
-    method: str = "pfedhn", **options: Any,
+    method: str = "pfedhn", kernels: str = "own", **options: Any,
 ) -> tuple[Round, Vectorised]:  # fmt: skip
     """Rounds of fedloom's engine with a cohort of ``clients`` out of ``registered``."""
     set_precision(precision)
@@ -59,10 +66,13 @@ def fedloom_rounds(
     network = Model(parse(model, SHAPE, CLASSES), DEVICE, training_dtype=narrow)
     federation = federate(x, y, partition(y, "iid", registered, 0), [network], CLASSIFICATION, DEVICE)
     algorithm = algorithms.get(method)
+    if method == "pfedhn":
+        options["server_lr"] = SERVER_LR
     config = algorithm.config(**{"local_steps": STEPS, "batch_size": batch, **options})
     setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0, DEVICE)
     engine = Vectorised(federation, algorithm, config, 0)
     engine.rounds_left = 1
+    engine.own_kernels = kernels == "own"
     state = algorithm.init(setup)
 
     def one_round(number: int) -> None:
@@ -86,7 +96,7 @@ def plain_rounds(clients: int, batch: int) -> Round:
     heads = nn.ModuleList([nn.Linear(100, int(np.prod(shape))) for shape in shapes.values()]).to(DEVICE)
     table = nn.Embedding(50, 13).to(DEVICE)
     everything = [*trunk.parameters(), *heads.parameters(), *table.parameters()]
-    outer = torch.optim.SGD(everything, 1e-2, momentum=0.9, weight_decay=1e-3)
+    outer = torch.optim.SGD(everything, SERVER_LR, momentum=0.9, weight_decay=1e-3)
 
     def one_round(number: int) -> None:
         for client in range(clients):
@@ -136,6 +146,7 @@ COHORTS = {1: 64, 10: 64, 50: 64, 500: 32}
 WAYS: dict[str, dict[str, Any]] = {
     "recorded": {"compiled": False},
     "compiled": {"compiled": True},
+    "library": {"compiled": True, "kernels": "library"},
     "tf32": {"compiled": True, "precision": "tf32"},
     "bf16": {"compiled": True, "precision": "bf16"},
 }
@@ -165,6 +176,77 @@ def rounds(options: argparse.Namespace) -> None:
                   f"{plain / taken:9.1f}x{share:8.1%}  {'; '.join(engine.notes)}", flush=True)  # fmt: skip
             del one_round, engine
             torch.cuda.empty_cache()
+
+
+LAYERS = {"first": (3, 16, 5, 32), "second": (16, 32, 5, 14)}
+"""LeNet's convolutions: inputs, outputs, kernel, width of the image."""
+
+
+def kernels(options: argparse.Namespace) -> None:
+    """LeNet's convolutions by themselves, with the gradients that a step needs: the library's and our own."""
+    from fedloom.engines.kernels import Convolution  # needs Triton
+
+    print("\nA convolution and its gradients, batches of 64; errors: the greatest, as a part of the largest value")
+    print(f"{'layer':8s}{'precision':10s}{'clients':>7s}{'library, µs':>13s}{'error':>9s}{'own, µs':>11s}{'error':>9s}")
+    for layer, precision, clients in itertools.product(LAYERS, ("exact", "tf32", "bf16"), options.cohorts):
+        if clients >= MANY:  # left to products
+            continue
+        set_precision(precision)
+        inputs, outputs, size, width = LAYERS[layer]
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        shapes = [(inputs, width, width), (outputs, width - size + 1, width - size + 1)]
+        x, out = (torch.randn(clients, 64, *shape, device=DEVICE, dtype=dtype) for shape in shapes)
+        weight = torch.randn(clients, outputs, inputs, size, size, device=DEVICE, dtype=dtype)
+
+        def own(x: Tensor, weight: Tensor, split: str = "tf32" if precision == "tf32" else "tf32x3") -> Tensor:
+            return Convolution.apply(x, weight, 0, 0, split)  # type: ignore[no-any-return]
+
+        true = passes(torch.conv2d, layer, x.double(), weight.double(), out.double())
+        line = f"{layer:8s}{precision:10s}{clients:7d}"
+        for convolve, space in ((torch.conv2d, 13), (own, 11)):
+            work = partial(passes, convolve, layer, x, weight, out)
+            error = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(work(), true))
+            line += f"{microseconds(work):{space}.1f}{error:9.0e}"
+        print(line, flush=True)
+
+
+def passes(
+    convolve: Callable[[Tensor, Tensor], Tensor], layer: str, x: Tensor, weight: Tensor, out: Tensor
+) -> tuple[Tensor, ...]:
+    """A convolution of every client, and what a step needs of its gradients: of images none."""
+
+    def one(x: Tensor, weight: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        if layer == "first":
+            y, back = torch.func.vjp(lambda weight: convolve(x, weight), weight)
+        else:
+            y, back = torch.func.vjp(convolve, x, weight)
+        return (y, *back(out))
+
+    found: tuple[Tensor, ...] = torch.vmap(one)(x, weight, out)
+    return found
+
+
+def microseconds(work: Callable[[], Any], times: int = 10) -> float:
+    """Of one call, recorded several times and replayed; the least of five."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    taken = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3 / times)
+    return min(taken[1:])
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -200,7 +282,8 @@ def schedule(options: argparse.Namespace) -> None:
             torch.compiler.reset()
             capture.MIN_COMPILED_STEPS = COMPILED if WAYS[way]["compiled"] else 1 << 60
             given = {"clients": 50, "partition": "classes:2", "val_share": 0.2, "cohort": cohort, "device": "cuda"}
-            given |= {"rounds": UPDATES // cohort, "precision": WAYS[way].get("precision", "exact")}
+            given |= {"rounds": UPDATES // cohort}
+            given |= {name: value for name, value in WAYS[way].items() if name != "compiled"}
             simulation = Simulation("pfedhn", *parse_options("pfedhn", given), arrays)
             taken, found = [], []
             while simulation.round < simulation.options.rounds:
@@ -216,7 +299,7 @@ def schedule(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"rounds": rounds, "memory": memory, "schedule": schedule}
+    parts = {"rounds": rounds, "kernels": kernels, "memory": memory, "schedule": schedule}
     parser.add_argument("--part", nargs="+", choices=parts, default=["rounds", "memory"])
     parser.add_argument("--cohorts", type=int, nargs="+", choices=COHORTS, default=list(COHORTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

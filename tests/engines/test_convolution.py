@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedloom.engines import convolution
-from fedloom.engines.convolution import AsProducts, products_for
+from fedloom.engines.convolution import Faster, faster_for
 
 
 @pytest.mark.parametrize("padding", [0, 1, (2, 1)])
@@ -24,7 +24,7 @@ def test_values_and_gradients_are_those_of_conv2d(padding: Any, bias: bool, part
     x = torch.randn(6, 4, 9, 8, dtype=torch.float64, requires_grad=True)
     layer = nn.Conv2d(4, 5, (3, 2), padding=padding, bias=bias).double()
     plain = layer(x)
-    with AsProducts(parts=parts):
+    with Faster(parts=parts):
         product = layer(x)
     cotangent = torch.randn_like(plain)
     torch.testing.assert_close(product, plain, rtol=0, atol=1e-12)
@@ -44,7 +44,7 @@ def test_a_traced_step_of_many_clients_has_products_and_no_convolutions() -> Non
         return F.conv2d(torch.tanh(F.conv2d(x, weight)), weight[:, :, :1, :1].transpose(0, 1)).square().sum()
 
     step = vmap(grad(loss, argnums=(0, 1)))
-    with AsProducts(parts=2):
+    with Faster(parts=2):
         traced = make_fx(step)(weights, x)
     called = {str(node.target) for node in traced.graph.nodes}
     assert "aten.bmm.default" in called
@@ -59,10 +59,12 @@ def test_other_kinds_are_left_to_torch(options: dict[str, Any], monkeypatch: pyt
     monkeypatch.setattr(convolution._Patches, "apply", lambda *_: pytest.fail("computed as a product"))
     layer = nn.Conv2d(**{"in_channels": 4, "out_channels": 4, "kernel_size": 3, **options})
     x = torch.randn(2, 4, 8, 8)
-    with AsProducts():
+    with Faster():
         assert torch.equal(layer(x), nn.Conv2d.forward(layer, x))
 
 
 def test_the_number_of_clients_decides() -> None:
-    assert products_for(50).min_inputs == 128 and products_for(500).min_inputs == 1
-    assert products_for(1).parts == 80 and products_for(10).parts == 8 and products_for(50).parts == 1
+    assert faster_for(50).min_inputs == 128 and faster_for(500).min_inputs == 1
+    assert faster_for(50).own_inputs == 1024 and faster_for(500).own_inputs == 0
+    assert faster_for(50, own_kernels=False).own_inputs == 0
+    assert faster_for(1).parts == 80 and faster_for(10).parts == 8 and faster_for(50).parts == 1

@@ -24,7 +24,7 @@ from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
 from fedloom.core.recording import Pool, Slots, copy_all, to_device
-from fedloom.engines.convolution import products_for
+from fedloom.engines.convolution import faster_for
 
 Step = Callable[[Any, Any, Any, Batch], Any]
 """(shared, facts, carry, batch) -> carry, for one client."""
@@ -68,6 +68,7 @@ class Recordings:
         facts: Any,
         carry: Any,
         rounds_left: int,
+        own_kernels: bool = True,
     ) -> Any:
         """The carry after every step of ``plan``; None where the steps are few or cannot be recorded.
 
@@ -91,7 +92,7 @@ class Recordings:
             try:
                 made = made or CapturedSteps(
                     step, shared, facts, carry, self.data, self.pool, width, capacity,
-                    ragged=bool(ragged), compiled=ways[0] == "compiled",
+                    ragged=bool(ragged), compiled=ways[0] == "compiled", own_kernels=own_kernels,
                 )  # fmt: skip
                 after = made.run(plan, shared, facts, carry)
             except torch.OutOfMemoryError:
@@ -113,6 +114,7 @@ class CapturedSteps:
     """The steps of one kind of ask: same program, same shapes, at most ``capacity`` steps.
 
     ``ragged``: some clients may have fewer steps than others; they keep their carry when they are done.
+    ``own_kernels``: compiled steps may have convolutions by kernels of our own.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class CapturedSteps:
         *,
         ragged: bool = True,
         compiled: bool = False,
+        own_kernels: bool = True,
     ) -> None:
         device, clients = data[0].device, len(facts[0])
         self.step, self.pool, self.ragged, self.compiled, self.width = step, pool, ragged, compiled, width
@@ -150,7 +153,7 @@ class CapturedSteps:
         self._compiled: Callable[..., list[Tensor]] | None = None
         if compiled:
             # traced down to plain operators first, so that the compiler meets neither vmap nor grad
-            with products_for(clients):
+            with faster_for(clients, own_kernels):
                 traced = make_fx(self._next)(*self._everything)
             self._compiled = torch.compile(traced, dynamic=False, fullgraph=True)
         small = sum(leaf.nbytes for leaf in changing) <= MAX_BUNDLED_BYTES

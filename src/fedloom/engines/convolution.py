@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of many clients as matrix products, for steps that are compiled.
+"""Convolutions of many clients by kernels of our own or as matrix products, for steps that are compiled.
 
 A convolution with a weight per client is a grouped one, for which cuDNN has no good exact kernels: it runs a kernel per
 client. Written as a product with the shifted copies of the input (im2col), a cohort is one batched product, and the
-compiler makes the copies, and the sum over them that is their gradient, one kernel each.
+compiler makes the copies, and the sum over them that is their gradient, one kernel each. Kernels of our own (see
+``kernels``) do without the copies; they need Triton, which comes with torch for CUDA, and tensor cores.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+try:
+    from fedloom.engines import kernels
+except ImportError:
+    kernels = None  # type: ignore[assignment]
+
 MIN_INPUTS = 128
 """Input values per output value: below, the product is too thin to be faster, unless for very many clients."""
+
+MAX_INPUTS = 1024
+"""Input values per output value up to which kernels of our own are faster."""
 
 MANY = 200
 """Clients from which on products are faster whatever their shape."""
@@ -27,53 +36,71 @@ AT_ONCE = 80
 """Products that keep a GPU busy: of fewer clients each has several, for parts of its batch."""
 
 
-def products_for(clients: int) -> AsProducts:
-    """Convolutions as products, where that is faster for so many clients."""
-    return AsProducts(MIN_INPUTS if clients < MANY else 1, max(1, AT_ONCE // clients))
+def faster_for(clients: int, own_kernels: bool = True) -> Faster:
+    """Convolutions as they are fastest for so many clients, by kernels of our own only where they are wanted."""
+    few = clients < MANY
+    return Faster(MIN_INPUTS if few else 1, max(1, AT_ONCE // clients), MAX_INPUTS if few and own_kernels else 0)
 
 
-class AsProducts(TorchFunctionMode):
-    """Within it, ``conv2d`` with stride 1 is computed as products of at least ``min_inputs`` terms.
+class Faster(TorchFunctionMode):
+    """Within it, ``conv2d`` with stride 1 is computed by kernels of our own, or as products.
 
-    A batch makes at most ``parts`` products, of as many samples each.
+    Kernels of our own where there are some for the device and type, and an output value has less than ``own_inputs``
+    input values. Products else, of at least ``min_inputs`` terms; a batch makes at most ``parts`` of them, of as many
+    samples each.
     """
 
-    def __init__(self, min_inputs: int = 1, parts: int = 1) -> None:
+    def __init__(self, min_inputs: int = 1, parts: int = 1, own_inputs: int = 0) -> None:
         super().__init__()
-        self.min_inputs, self.parts = min_inputs, parts
+        self.min_inputs, self.parts, self.own_inputs = min_inputs, parts, own_inputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.conv2d:
-            found = _as_products(self.min_inputs, self.parts, *args, **(kwargs or {}))
+            found = self._convolved(*args, **(kwargs or {}))
             if found is not None:
                 return found
         return func(*args, **(kwargs or {}))
 
+    def _convolved(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        """The convolution, or None where it is not of the kind that gains."""
+        _, inputs, high, wide = weight.shape
+        plain = {1, (1, 1)} >= {_pair(stride), _pair(dilation)} and groups == 1 and not isinstance(padding, str)
+        if not plain or input.dim() != 4 or high * wide == 1:
+            return None
+        if inputs * high * wide < self.own_inputs and _has_kernels(input):
+            precision = "tf32" if torch.get_float32_matmul_precision() == "high" else "tf32x3"
+            y: Tensor = kernels.Convolution.apply(input, weight, *_pair(padding), precision)
+        elif inputs * high * wide >= self.min_inputs:
+            y = _as_products(self.parts, input, weight, *_pair(padding))
+        else:
+            return None
+        return y if bias is None else y + bias[:, None, None]
 
-def _as_products(
-    min_inputs: int,
-    parts: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor | None:
-    """The convolution, or None where it is not of the kind that gains."""
-    outputs, inputs, high, wide = weight.shape
-    plain = {1, (1, 1)} >= {_pair(stride), _pair(dilation)} and groups == 1 and not isinstance(padding, str)
-    if not plain or input.dim() != 4 or high * wide == 1 or inputs * high * wide < min_inputs:
-        return None
-    up, side = _pair(padding)
+
+def _has_kernels(input: Tensor) -> bool:
+    """Whether kernels of our own can compute with it."""
+    if kernels is None or input.dtype not in (torch.float32, torch.bfloat16) or not input.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(input.device) >= (8, 0)
+
+
+def _as_products(parts: int, input: Tensor, weight: Tensor, up: int, side: int) -> Tensor:
+    outputs, _, high, wide = weight.shape
     x = F.pad(input, (side, side, up, up)) if up or side else input
     rows, columns = x.shape[2] - high + 1, x.shape[3] - wide + 1
     parts = next(number for number in range(min(parts, len(input)), 0, -1) if len(input) % number == 0)
     patches: Tensor = _Patches.apply(x, high, wide, parts)
     y = torch.bmm(weight.reshape(1, outputs, -1).expand(parts, -1, -1), patches)
-    y = y.reshape(parts, outputs, -1, rows, columns).transpose(1, 2).reshape(-1, outputs, rows, columns)
-    return y if bias is None else y + bias[:, None, None]
+    return y.reshape(parts, outputs, -1, rows, columns).transpose(1, 2).reshape(-1, outputs, rows, columns)
 
 
 class _Patches(torch.autograd.Function):

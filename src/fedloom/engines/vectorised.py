@@ -34,6 +34,8 @@ class Vectorised(AbstractEngine):
     """All clients of an architecture in one batched operation after another."""
 
     name = "vectorised"
+    own_kernels = True
+    """Whether compiled steps on a GPU may have convolutions by kernels of our own."""
 
     def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
         super().__init__(federation, algorithm, config, seed)
@@ -80,7 +82,8 @@ class Vectorised(AbstractEngine):
     ) -> Any:
         """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
         if self.federation.device.type == "cuda":
-            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, self.rounds_left)
+            left, own = self.rounds_left, self.own_kernels
+            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, left, own)
             if after is not None:
                 return after
         return self._steps(plan, step, shared, facts, carry)

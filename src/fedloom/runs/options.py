@@ -57,6 +57,9 @@ class RunOptions:
     precision: Literal["exact", "tf32", "bf16"] = option(
         "exact", "Arithmetic of local training on a GPU: exact, or faster with 10 or 7 bits of mantissa."
     )
+    kernels: Literal["own", "library"] = option(
+        "own", "Convolutions of compiled steps on a GPU: fedloom's own kernels where they are faster, or the library's."
+    )
     seed: int = option(0, "Seed of everything random.", low=0)
     eval_every: int = option(0, "Rounds between evaluations; 0: twenty in a run.", low=0)
     eval_clients: int = option(0, "Clients evaluated each time, drawn by the seed; 0: all.", low=0)

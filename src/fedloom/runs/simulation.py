@@ -23,6 +23,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.parallel import AbstractParallel
+from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -149,6 +150,8 @@ def _engine(
     engine = ENGINES[name](federation, algorithm, config, options.seed)
     if isinstance(engine, AbstractParallel) and options.workers:
         engine.processes = options.workers
+    if isinstance(engine, Vectorised):
+        engine.own_kernels = options.kernels == "own"
     return engine
 
 
