@@ -5,8 +5,8 @@
         [--repeats 5] [--data-root DIR]
 
 ``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, compiled
-without kernels of our own, and with TF32 and bfloat16. ``kernels``: LeNet's convolutions by themselves, the library's
-and our own. ``memory``: a cohort that the memory it may use has no room for. All have random data. ``schedule``:
+without kernels of our own, and with TF32 and bfloat16. ``kernels``: LeNet's convolutions by themselves, by cuDNN and
+by our own. ``memory``: a cohort that the memory it may use has no room for. All have random data. ``schedule``:
 pFedHN's 5,000 client updates on CIFAR-10, with its accuracy, for cohorts of 1 or 10, once each; needs the data.
 """
 
@@ -53,7 +53,7 @@ Round = Callable[[int], Any]
 
 def fedloom_rounds(
     clients: int, batch: int, *, compiled: bool, precision: str = "exact", model: str = "lenet", registered: int = 0,
-    method: str = "pfedhn", kernels: str = "own", **options: Any,
+    method: str = "pfedhn", convolutions: str = "own", **options: Any,
 ) -> tuple[Round, Vectorised]:  # fmt: skip
     """Rounds of fedloom's engine with a cohort of ``clients`` out of ``registered``."""
     set_precision(precision)
@@ -72,7 +72,7 @@ def fedloom_rounds(
     setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0, DEVICE)
     engine = Vectorised(federation, algorithm, config, 0)
     engine.rounds_left = 1
-    engine.own_kernels = kernels == "own"
+    engine.own_kernels = convolutions == "own"
     state = algorithm.init(setup)
 
     def one_round(number: int) -> None:
@@ -146,7 +146,7 @@ COHORTS = {1: 64, 10: 64, 50: 64, 500: 32}
 WAYS: dict[str, dict[str, Any]] = {
     "recorded": {"compiled": False},
     "compiled": {"compiled": True},
-    "library": {"compiled": True, "kernels": "library"},
+    "library": {"compiled": True, "convolutions": "library"},
     "tf32": {"compiled": True, "precision": "tf32"},
     "bf16": {"compiled": True, "precision": "bf16"},
 }
@@ -183,11 +183,11 @@ LAYERS = {"first": (3, 16, 5, 32), "second": (16, 32, 5, 14)}
 
 
 def kernels(options: argparse.Namespace) -> None:
-    """LeNet's convolutions by themselves, with the gradients that a step needs: the library's and our own."""
-    from fedloom.engines.kernels import Convolution  # needs Triton
+    """LeNet's convolutions by themselves, with the gradients that a step needs: cuDNN's and our own."""
+    from fedloom.engines.kernels import convolution  # needs Triton
 
     print("\nA convolution and its gradients, batches of 64; errors: the greatest, as a part of the largest value")
-    print(f"{'layer':8s}{'precision':10s}{'clients':>7s}{'library, µs':>13s}{'error':>9s}{'own, µs':>11s}{'error':>9s}")
+    print(f"{'layer':8s}{'precision':10s}{'clients':>7s}{'cuDNN, µs':>13s}{'error':>9s}{'own, µs':>11s}{'error':>9s}")
     for layer, precision, clients in itertools.product(LAYERS, ("exact", "tf32", "bf16"), options.cohorts):
         if clients >= MANY:  # left to products
             continue
@@ -199,7 +199,7 @@ def kernels(options: argparse.Namespace) -> None:
         weight = torch.randn(clients, outputs, inputs, size, size, device=DEVICE, dtype=dtype)
 
         def own(x: Tensor, weight: Tensor, split: str = "tf32" if precision == "tf32" else "tf32x3") -> Tensor:
-            return Convolution.apply(x, weight, 0, 0, split)  # type: ignore[no-any-return]
+            return convolution(x, weight, 0, 0, split)
 
         true = passes(torch.conv2d, layer, x.double(), weight.double(), out.double())
         line = f"{layer:8s}{precision:10s}{clients:7d}"

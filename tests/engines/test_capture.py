@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured steps give what plain steps give. Without a GPU the same code runs unrecorded; with one, as a graph."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fedloom.clients.batching import PaddedSchedule, Schedule
 from fedloom.core.contract import Batch
 from fedloom.core.recording import Pool
 from fedloom.core.trees import flatten
-from fedloom.engines import vectorised
+from fedloom.engines import capture, vectorised
 from fedloom.engines.capture import CapturedSteps, Recordings
 
 
@@ -56,6 +58,30 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
     monkeypatch.setattr(CapturedSteps, "run", refuse)
     recordings, after = run(2)
     assert recordings.notes == ["p cannot be recorded: no compiler here: none found"] and after == [None, None]
+
+
+def test_a_step_that_our_kernels_fail_is_compiled_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recordings, "_has_kernels", lambda self: True)
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+    wanted: list[bool] = []
+
+    def faster_for(clients: int, own_kernels: bool) -> AbstractContextManager[None]:
+        wanted.append(own_kernels)
+        if own_kernels:
+            raise RuntimeError("no such kernel")
+        return nullcontext()
+
+    monkeypatch.setattr(capture, "faster_for", faster_for)
+    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
+    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
+    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
+    for own, tried in ((True, [True, False]), (False, [False])):
+        wanted.clear()
+        for _ in range(4):
+            recordings.run("p", own, plan, _count, {}, facts, carry, 10**6, own)
+        assert wanted == tried
+    assert recordings.notes == ["p cannot be compiled with kernels of our own: no such kernel"]
+    assert all(made.compiled for made in recordings.kept.values())
 
 
 def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:

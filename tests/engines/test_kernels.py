@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from conftest import play, small_federation
+from conftest import models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.core.trees import flatten
 from fedloom.engines import capture
@@ -29,6 +29,7 @@ SHAPES = [
     (7, 64, 16, 14, 14, 32, 5, 5, 0, 0),
     (50, 5, 1, 9, 8, 5, 3, 2, 2, 1),
     (3, 1, 20, 7, 7, 70, 3, 3, 1, 1),
+    (2, 3, 5, 6, 6, 300, 3, 3, 1, 1),  # more channels than one tile
     (2, 33, 64, 8, 8, 64, 3, 3, 4, 0),  # padded by more than the kernel takes off
 ]
 
@@ -62,10 +63,32 @@ def test_values_and_gradients_are_those_of_conv2d(
     x, weight = _tensors(shape, dtype)
     up, side = shape[-2:]
     true = _results(lambda x, w: torch.conv2d(x, w, padding=(up, side)), x.double(), weight.double())
-    own = _results(lambda x, w: kernels.Convolution.apply(x, w, up, side, precision), x, weight)
+    own = _results(lambda x, w: kernels.convolution(x, w, up, side, precision), x, weight)
     assert max(_error(own, true)) < bound
-    alone = [kernels.Convolution.apply(one, w, up, side, precision) for one, w in zip(x, weight)]
+    alone = [kernels.convolution(one, w, up, side, precision) for one, w in zip(x, weight)]
     assert max(_error((torch.stack(alone),), true)) < bound
+
+
+def test_stacks_of_stacks_shared_weights_and_second_derivatives() -> None:
+    x, weight = _tensors((6, 2, 3, 8, 8, 4, 3, 3, 0, 0), torch.float32)
+
+    def own(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.convolution(x, weight, 0, 0, "tf32x3")
+
+    def results(convolve: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> list[Tensor]:
+        def loss(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.tanh(vmap(convolve, in_dims=(0, None))(x, weight) / 20).sum()
+
+        def second(x: Tensor, weight: Tensor) -> Tensor:
+            return grad(loss)(x, weight).square().sum()
+
+        by_pairs = x.unflatten(0, (3, 2)), weight[:3]
+        twice = vmap(grad(second, argnums=(0, 1)))(*by_pairs)
+        turned = vmap(convolve)(x.transpose(3, 4), weight.transpose(3, 4))  # not contiguous
+        return [*vmap(grad(loss, argnums=(0, 1)))(*by_pairs), *twice, turned]
+
+    true = results(torch.conv2d, x.double(), weight.double())
+    assert max(_error(tuple(results(own, x, weight)), tuple(true))) < 1e-5
 
 
 def test_exact_kernels_are_as_exact_as_the_librarys() -> None:
@@ -73,7 +96,7 @@ def test_exact_kernels_are_as_exact_as_the_librarys() -> None:
     for shape in SHAPES[:2]:
         x, weight = _tensors(shape, torch.float32)
         true = _results(torch.conv2d, x.double(), weight.double())
-        own = _results(lambda x, w: kernels.Convolution.apply(x, w, 0, 0, "tf32x3"), x, weight)
+        own = _results(lambda x, w: kernels.convolution(x, w, 0, 0, "tf32x3"), x, weight)
         for mine, theirs in zip(_error(own, true), _error(_results(torch.conv2d, x, weight), true)):
             assert mine < 2 * theirs
 
@@ -94,17 +117,18 @@ def test_they_are_used_where_they_gain_and_not_where_they_are_not_wanted() -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own affairs
-@pytest.mark.parametrize("method", ["fedavg", "pfedhn"])
+@pytest.mark.parametrize("method", algorithms.names())
 def test_a_compiled_run_gives_what_the_plain_loop_gives(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MIN_RECORDED_STEPS", 1)
     monkeypatch.setattr(capture, "MIN_COMPILED_STEPS", 0)
     used = []
     plain_op = kernels.convolve
     monkeypatch.setattr(kernels, "convolve", lambda *given: used.append(1) or plain_op(*given))
-    algorithm, models = algorithms.get(method), ["lenet:kernels=2"]
+    algorithm = algorithms.get(method)
+    models = models_for(algorithm, "lenet:kernels=2")
     fast = play(algorithm, small_federation(models, device="cuda", dtype=torch.float32), "vectorised", rounds=5)
     assert used and fast.engine.notes == []
     plain = play(algorithm, small_federation(models, dtype=torch.float32), "sequential", rounds=5)
     one, other = flatten(plain.state._asdict()), flatten(fast.state._asdict())
     for path in one:
-        torch.testing.assert_close(other[path].cpu(), one[path], rtol=0, atol=1e-4)
+        torch.testing.assert_close(other[path].cpu(), one[path], rtol=1e-3, atol=1e-4)

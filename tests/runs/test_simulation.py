@@ -72,6 +72,11 @@ def test_threads_pay_for_heavy_models_only(model: str, shape: tuple[int, ...], p
     assert heavy(Model(parse(model, shape, 10))) is pays
 
 
+def test_our_own_kernels_can_be_left_out() -> None:
+    assert simulation(engine="vectorised").engine.own_kernels
+    assert not simulation(engine="vectorised", convolutions="library").engine.own_kernels
+
+
 def test_workers_are_as_many_as_asked() -> None:
     assert simulation(engine="parallel", workers=3).engine.processes == 3
     assert simulation(engine="parallel").options.workers == 0  # the machine's, wherever it is resumed

@@ -58,7 +58,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     for method in algorithms.names():
         about = first_line(method)
         command = _command(method) if method == named else _listed
-        example = f"{about}\n\nExample: fedloom run {method} --dataset digits --clients 10 --rounds 20"
+        example = f"{about}\n\nExample: fedloom run {method} --dataset digits --clients 10"
         app.command(method, help=example, short_help=about)(command)
     return app
 

@@ -24,7 +24,7 @@ from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
 from fedloom.core.random import fold
 from fedloom.core.recording import Pool, Slots, copy_all, to_device
-from fedloom.engines.convolution import faster_for
+from fedloom.engines.convolution import faster_for, why_no_kernels
 
 Step = Callable[[Any, Any, Any, Batch], Any]
 """(shared, facts, carry, batch) -> carry, for one client."""
@@ -44,6 +44,8 @@ BUNDLE = 10
 
 MAX_BUNDLED_BYTES = 1 << 28
 """Of the carry: within a bundle there are two of it at a time."""
+
+OWN = "compiled with kernels of our own"
 
 KEPT = 16
 """Kinds of asks whose graphs are kept at a time: each has memory for what goes in and out."""
@@ -86,13 +88,13 @@ class Recordings:
             return None
         if self._uses[kind] == 3 and ways and rounds_left * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
             self.kept.pop(kind, None)  # to be recorded anew
-            ways.insert(0, "compiled")
+            ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
         while ways:
             made = self.kept.pop(kind, None)
             try:
                 made = made or CapturedSteps(
                     step, shared, facts, carry, self.data, self.pool, width, capacity,
-                    ragged=bool(ragged), compiled=ways[0] == "compiled", own_kernels=own_kernels,
+                    ragged=bool(ragged), compiled=ways[0] != "recorded", own_kernels=ways[0] == OWN,
                 )  # fmt: skip
                 after = made.run(plan, shared, facts, carry)
             except torch.OutOfMemoryError:
@@ -108,6 +110,17 @@ class Recordings:
                 del self.kept[oldest]
             return after
         return None
+
+    def _has_kernels(self) -> bool:
+        """Whether kernels of our own may help on this device; a note if they cannot."""
+        device, dtype = self.data[0].device, self.data[0].dtype
+        if device.type != "cuda" or dtype != torch.float32:
+            return False
+        missing = why_no_kernels(device)
+        note = f"convolutions are the library's: {missing}"
+        if missing and note not in self.notes:
+            self.notes.append(note)
+        return not missing
 
 
 class CapturedSteps:
@@ -130,7 +143,7 @@ class CapturedSteps:
         *,
         ragged: bool = True,
         compiled: bool = False,
-        own_kernels: bool = True,
+        own_kernels: bool = False,
     ) -> None:
         device, clients = data[0].device, len(facts[0])
         self.step, self.pool, self.ragged, self.compiled, self.width = step, pool, ragged, compiled, width

@@ -10,6 +10,7 @@ compiler makes the copies, and the sum over them that is their gradient, one ker
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,16 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-try:
-    from fedloom.engines import kernels
-except ImportError:
-    kernels = None  # type: ignore[assignment]
-
 MIN_INPUTS = 128
 """Input values per output value: below, the product is too thin to be faster, unless for very many clients."""
 
 MAX_INPUTS = 1024
-"""Input values per output value up to which kernels of our own are faster."""
+"""Input values per output value: below, kernels of our own are used."""
+
+MAX_NUMBERS = 1 << 31
+"""Of a client's images: kernels of our own count them in 32 bits."""
 
 MANY = 200
 """Clients from which on products are faster whatever their shape."""
@@ -72,13 +71,17 @@ class Faster(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor | None:
         """The convolution, or None where it is not of the kind that gains."""
-        _, inputs, high, wide = weight.shape
+        outputs, inputs, high, wide = weight.shape
         plain = {1, (1, 1)} >= {_pair(stride), _pair(dilation)} and groups == 1 and not isinstance(padding, str)
         if not plain or input.dim() != 4 or high * wide == 1:
             return None
-        if inputs * high * wide < self.own_inputs and _has_kernels(input):
+        numbers = input.numel() // inputs * max(inputs, outputs)
+        own = inputs * high * wide < self.own_inputs and 0 < numbers < MAX_NUMBERS and _has_kernels(input)
+        if own and not torch.is_autocast_enabled("cuda"):
+            from fedloom.engines.kernels import convolution  # imports Triton, which only this needs
+
             precision = "tf32" if torch.get_float32_matmul_precision() == "high" else "tf32x3"
-            y: Tensor = kernels.Convolution.apply(input, weight, *_pair(padding), precision)
+            y = convolution(input, weight, *_pair(padding), precision)
         elif inputs * high * wide >= self.min_inputs:
             y = _as_products(self.parts, input, weight, *_pair(padding))
         else:
@@ -87,10 +90,19 @@ class Faster(TorchFunctionMode):
 
 
 def _has_kernels(input: Tensor) -> bool:
-    """Whether kernels of our own can compute with it."""
-    if kernels is None or input.dtype not in (torch.float32, torch.bfloat16) or not input.is_cuda:
+    if not input.is_cuda or input.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return torch.cuda.get_device_capability(input.device) >= (8, 0)
+    return why_no_kernels(input.device) is None
+
+
+@functools.cache
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why there are no kernels of our own for a GPU; None if there are."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} cannot compute with TF32"
+    return None
 
 
 def _as_products(parts: int, input: Tensor, weight: Tensor, up: int, side: int) -> Tensor:

@@ -73,13 +73,14 @@ def _by_weight(x, grad, sums_of_parts, parts, pixels, B: tl.constexpr, C: tl.con
                W: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr,
                SIDE: tl.constexpr, PRECISION: tl.constexpr, PIXELS: tl.constexpr, TAPS: tl.constexpr,
                OUTPUTS: tl.constexpr):  # fmt: skip
-    """The gradient by TAPS taps of the weights of one client, summed over ``pixels`` pixels."""
+    """The gradient by TAPS taps of OUTPUTS channels of one client's weights, summed over ``pixels`` pixels."""
     OH: tl.constexpr = H + 2 * UP - KH + 1
     OW: tl.constexpr = W + 2 * SIDE - KW + 1
     K: tl.constexpr = C * KH * KW
+    TILES: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o = tl.arange(0, OUTPUTS)
-    k = tl.program_id(2) * TAPS + tl.arange(0, TAPS)
+    o = tl.program_id(2) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.program_id(2) // TILES * TAPS + tl.arange(0, TAPS)
     sums = tl.zeros((TAPS, OUTPUTS), dtype=tl.float32)
     for start in range(0, pixels, PIXELS):
         p = part * pixels + start + tl.arange(0, PIXELS)
@@ -105,12 +106,10 @@ def convolve(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> T
     """(clients, batch, inputs, ...) and (clients, outputs, inputs, high, wide) -> (clients, batch, outputs, ...)."""
     (clients, batch, inputs, height, width), (_, outputs, _, high, wide) = x.shape, weight.shape
     y: Tensor = _convolved(x, weight, up, side, precision)
-    pixels = y[0, :, 0].numel()
+    pixels, tile = y[0, :, 0].numel(), _tile(outputs)
     large, small = {"PIXELS": 128, "TAPS": 16}, {"PIXELS": 64, "TAPS": 32}
     how: dict[str, Any] = large if clients * pixels >= FILLED * large["PIXELS"] else small
-    tile = min(64, _power(outputs))
-    grid = (triton.cdiv(pixels, how["PIXELS"]), clients, triton.cdiv(outputs, tile))
-    _convolve[grid](
+    _convolve[(triton.cdiv(pixels, how["PIXELS"]), clients, triton.cdiv(outputs, tile))](
         x.contiguous(), weight.contiguous(), y, batch, inputs, height, width, outputs, high, wide, up, side, precision,
         OUTPUTS=tile, **how, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -130,9 +129,9 @@ def convolve_by_weight(x: Tensor, grad: Tensor, up: int, side: int, precision: s
     sums: Tensor = _parts(x, grad, up, side, precision)
     parts, (high, wide) = sums.shape[1], sums.shape[4:]
     pixels = triton.cdiv(triton.cdiv(grad[0, :, 0].numel(), parts), PIXELS) * PIXELS
-    _by_weight[(parts, clients, triton.cdiv(inputs * high * wide, TAPS))](
+    _by_weight[(parts, clients, _tiles(outputs, inputs * high * wide))](
         x.contiguous(), grad.contiguous(), sums, parts, pixels, batch, inputs, height, width, outputs, high, wide,
-        up, side, precision, PIXELS=PIXELS, TAPS=TAPS, OUTPUTS=_power(outputs), num_warps=4, num_stages=3,
+        up, side, precision, PIXELS=PIXELS, TAPS=TAPS, OUTPUTS=_tile(outputs), num_warps=4, num_stages=3,
     )  # fmt: skip
     return sums
 
@@ -140,66 +139,88 @@ def convolve_by_weight(x: Tensor, grad: Tensor, up: int, side: int, precision: s
 @convolve_by_weight.register_fake
 def _parts(x: Tensor, grad: Tensor, up: int, side: int, precision: str) -> Tensor:
     high, wide = x.shape[3] + 2 * up - grad.shape[3] + 1, x.shape[4] + 2 * side - grad.shape[4] + 1
-    clients, pixels = len(x), grad[0, :, 0].numel()
+    clients, inputs, outputs, pixels = len(x), x.shape[2], grad.shape[2], grad[0, :, 0].numel()
     programs = min(FILLED, 4 * FILLED // clients)  # of a client: many parts are many to add
-    most = max(1, programs // triton.cdiv(x.shape[2] * high * wide, TAPS))
+    most = max(1, programs // _tiles(outputs, inputs * high * wide))
     each = triton.cdiv(triton.cdiv(pixels, min(most, triton.cdiv(pixels, PIXELS))), PIXELS) * PIXELS
-    parts = triton.cdiv(pixels, each)
-    return x.new_empty(clients, parts, grad.shape[2], x.shape[2], high, wide, dtype=torch.float32)
+    return x.new_empty(clients, triton.cdiv(pixels, each), outputs, inputs, high, wide, dtype=torch.float32)
 
 
-def _power(number: int) -> int:
-    return max(16, 1 << (number - 1).bit_length())
+def _tile(outputs: int) -> int:
+    """Channels at a time: more need more memory than a processor has."""
+    return max(16, min(64, 1 << (outputs - 1).bit_length()))
 
 
-class Convolution(torch.autograd.Function):
+def _tiles(outputs: int, taps: int) -> int:
+    number: int = triton.cdiv(outputs, _tile(outputs)) * triton.cdiv(taps, TAPS)
+    return number
+
+
+def convolution(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
     """``conv2d`` with stride 1 for one client; under ``vmap``, for a stack of them at once."""
+    y: Tensor = _Stacked.apply(x[None], weight[None], up, side, precision)[0]
+    return y
+
+
+class _Stacked(torch.autograd.Function):
+    """Of stacks. Another ``vmap`` makes them longer, so that the result can be differentiated and mapped again."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
-        y: Tensor = convolve(x[None], weight[None], up, side, precision)[0]
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, str], output: Tensor) -> None:
-        x, weight, *ctx.how = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        up, side, precision = ctx.how
-        by_x = by_weight = None
-        if ctx.needs_input_grad[0]:
-            turned = weight.flip(2, 3).transpose(0, 1)
-            by_x = Convolution.apply(grad, turned, weight.shape[2] - 1 - up, weight.shape[3] - 1 - side, precision)
-        if ctx.needs_input_grad[1]:
-            by_weight = _ByWeight.apply(x, grad, up, side, precision)
-        return by_x, by_weight, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, int]:
-        return convolve(_stacked(x, dims[0], info), _stacked(weight, dims[1], info), *how), 0
-
-
-class _ByWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, grad: Tensor, *how: Any) -> Tensor:
-        y: Tensor = convolve_by_weight(x[None], grad[None], *how)[0].sum(0).to(x.dtype)
+        y: Tensor = convolve(x, weight, up, side, precision)
         return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
+        x, weight, *ctx.how = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of a convolution by fedloom's kernels")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        by_x = _back(grad, weight, *ctx.how) if ctx.needs_input_grad[0] else None
+        by_weight = _ByWeight.apply(x, grad, *ctx.how) if ctx.needs_input_grad[1] else None
+        return by_x, by_weight, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, int]:
+        y = _Stacked.apply(_stacked(x, dims[0], info), _stacked(weight, dims[1], info), *how)
+        return y.unflatten(0, (info.batch_size, -1)), 0
+
+
+class _ByWeight(torch.autograd.Function):
+    """The gradient of ``_Stacked`` by its weights."""
+
+    @staticmethod
+    def forward(x: Tensor, grad: Tensor, *how: Any) -> Tensor:
+        y: Tensor = convolve_by_weight(x, grad, *how).sum(1).to(x.dtype)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, grad, *ctx.how = inputs
+        ctx.save_for_backward(x, grad)
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> Any:
+        x, grad = ctx.saved_tensors
+        by_x = _back(grad, weight, *ctx.how) if ctx.needs_input_grad[0] else None
+        by_grad = _Stacked.apply(x, weight, *ctx.how) if ctx.needs_input_grad[1] else None
+        return by_x, by_grad, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, grad: Tensor, *how: Any) -> tuple[Tensor, int]:
-        return convolve_by_weight(_stacked(x, dims[0], info), _stacked(grad, dims[1], info), *how).sum(1).to(x.dtype), 0
+        y = _ByWeight.apply(_stacked(x, dims[0], info), _stacked(grad, dims[1], info), *how)
+        return y.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _back(grad: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
+    """The gradient by the input."""
+    turned = weight.flip(3, 4).transpose(1, 2)
+    y: Tensor = _Stacked.apply(grad, turned, weight.shape[3] - 1 - up, weight.shape[4] - 1 - side, precision)
+    return y
 
 
 def _stacked(value: Tensor, dim: int | None, info: Any) -> Tensor:
-    return value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+    value = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+    return value.flatten(0, 1)

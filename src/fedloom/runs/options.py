@@ -57,8 +57,8 @@ class RunOptions:
     precision: Literal["exact", "tf32", "bf16"] = option(
         "exact", "Arithmetic of local training on a GPU: exact, or faster with 10 or 7 bits of mantissa."
     )
-    kernels: Literal["own", "library"] = option(
-        "own", "Convolutions of compiled steps on a GPU: fedloom's own kernels where they are faster, or the library's."
+    convolutions: Literal["own", "library"] = option(
+        "own", "Convolutions of compiled steps on a GPU: by fedloom's kernels, or by the library's only."
     )
     seed: int = option(0, "Seed of everything random.", low=0)
     eval_every: int = option(0, "Rounds between evaluations; 0: twenty in a run.", low=0)

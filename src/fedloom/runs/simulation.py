@@ -151,7 +151,7 @@ def _engine(
     if isinstance(engine, AbstractParallel) and options.workers:
         engine.processes = options.workers
     if isinstance(engine, Vectorised):
-        engine.own_kernels = options.kernels == "own"
+        engine.own_kernels = options.convolutions == "own"
     return engine
 
 
