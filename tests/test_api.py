@@ -290,7 +290,7 @@ def test_data_of_the_user_s_own(of_arrays: fedloom.Run, tmp_path: Path, kind: st
 
 def test_data_of_the_user_s_own_are_given_again_for_what_is_loaded(of_arrays: fedloom.Run) -> None:
     path = of_arrays.path
-    why = f"{path} was run on data given from Python; give them again: dataset=(x, y)."
+    why = f"{path} was run on data given from Python; give them again there: load(run, dataset=(x, y))."
     assert refused(RunError, lambda: fedloom.load(path).clients) == why
     assert refused(RunError, lambda: fedloom.resume(path, progress="quiet")) == why
     loaded = fedloom.load(path, dataset=features())
@@ -424,7 +424,7 @@ def test_a_method_that_trains_on_labels_asks_for_them(digits: Callable[[str], Di
     run, x, _ = digits("pfedhn")
     assert refused(NeedsError, lambda: run.admit(x)) == (
         "pFedHN admits a newcomer by training on its labelled samples; got none. "
-        "Call admit(x, y), or choose a method that needs no labels."
+        "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
     )
 
 

@@ -290,7 +290,7 @@ class Run:
         if y is None and algorithm.admit_labels:
             raise NeedsError(
                 f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
-                "Call admit(x, y), or choose a method that needs no labels."
+                "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
             )
         while client in simulation.federation.roster:
             client += "'"
@@ -378,7 +378,9 @@ def _rebuild(
         given["engine"] = "auto"  # the one in the config is for another kind of device
     shared, config = parse_options(method, given)
     if dataset is None and shared.dataset == PYTHON_DATA:
-        raise RunError(f"{directory.path} was run on data given from Python; give them again: dataset=(x, y).")
+        raise RunError(
+            f"{directory.path} was run on data given from Python; give them again there: load(run, dataset=(x, y))."
+        )
     if dataset is None or isinstance(dataset, str | Path):
         arrays = load_data(dataset or shared.dataset, shared.data_root)
     else:

@@ -84,6 +84,14 @@ def test_a_network_of_the_user_s_own(cli):
     assert "model nets_of_mine:Net" in outcome.err
 
 
+def test_an_option_of_another_method_is_told_apart_from_a_slip(cli):
+    outcome = cli("run", "pfedhn", *TINY, "--mu=0.1")
+    assert outcome.code == 2 and "--mu is an option of fedprox, not of pfedhn." in outcome.err
+    outcome = cli("run", "pfedhn", *TINY, "--embeddim", 3)
+    assert outcome.code == 2 and "--embed-dim" in outcome.err
+    assert cli("run", "pfedhn", *TINY, "--no-spectral-norm", "--quiet").code == 0
+
+
 def test_every_method_is_listed_with_its_line(cli):
     listed = cli("run", "--help").out
     for name in algorithms.names():

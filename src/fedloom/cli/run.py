@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +36,7 @@ def with_method(words: Sequence[str]) -> list[str]:
     if rest and not rest[0].startswith("-"):
         if rest[0] not in algorithms.names():
             raise unknown("method", rest[0], algorithms.names())
+        _check_whose(rest[0], rest[1:])
         return list(words)
     file = _config_file(rest)
     if file is None:
@@ -49,6 +50,26 @@ def with_method(words: Sequence[str]) -> list[str]:
     if method not in algorithms.names():
         raise unknown(f"method in {file}", str(method), algorithms.names())
     return ["run", str(method), *rest]
+
+
+def _check_whose(method: str, words: Sequence[str]) -> None:
+    """Refuse an option that only other methods have: a parser would take it for a slip of the pen."""
+    known = _options_of(method)
+    for word in words:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if not word.startswith("--") or name in known:
+            continue
+        others = [other for other in algorithms.names() if name in _options_of(other)]
+        if others:
+            raise ConfigError(
+                f"{flag} is an option of {', '.join(others)}, not of {method}. "
+                f"`fedloom run {method} --help` lists those it has."
+            )
+
+
+def _options_of(method: str) -> set[str]:
+    return {field.name for kind in (algorithms.get(method).config, RunOptions) for field in fields(kind)}
 
 
 def application(words: Sequence[str]) -> typer.Typer:

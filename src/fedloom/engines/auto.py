@@ -34,7 +34,7 @@ def choose(
     """The engine that ``name`` stands for, and why; ``workers``: processes that there may be, by default the cores."""
     if name != "auto":
         if name not in ENGINES:
-            raise unknown("engine", name, ["auto", *ENGINES])
+            raise unknown("engine", name, ["auto", *ENGINES, "flower-sim"])
         if issubclass(ENGINES[name], AbstractParallel) and device.type != "cpu":
             raise ConfigError(f"--engine {name} is for CPUs, the device is {device}. Use vectorised, or leave it out.")
         return name, "as asked"
