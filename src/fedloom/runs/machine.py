@@ -11,7 +11,7 @@ from fedloom.models.spec import import_path
 
 
 def device_of(name: str) -> torch.device:
-    """The device that ``name`` stands for, checked to be there. A GPU becomes the one that graphs are recorded on."""
+    """The device that ``name`` stands for, checked to be there. A GPU that is given by number records graphs."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -22,8 +22,8 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(
             f"--device {name} is not available; this machine has {here}. Leave it out for auto."
         ) from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 
