@@ -26,7 +26,9 @@ def test_a_newcomer_without_labels_gets_a_model_with_its_prior(cli, trained: Pat
     np.savez(tmp_path / "new.npz", x=arrays.x[mine])
     outcome = cli("admit", trained, "--data", tmp_path / "new.npz", "--adapt", "prior", "--out", tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.safetensors")
-    assert outcome.out.splitlines()[-1] == str(path)
+    assert outcome.out.splitlines()[-1] == str(path) and not outcome.err
+    plain = cli("admit", trained, "--data", tmp_path / "new.npz", "--out", tmp_path / "plain")
+    assert "with --adapt prior it is fitted to the newcomer's classes" in plain.err
     written = json.loads(path.with_suffix(".json").read_text())
     assert outcome.out.startswith(written["sentence"]) and "30 unlabelled" in written["sentence"]
     assert written["samples"] == 30 and max(written["shares"], key=lambda share: share["share"])["name"] == "3"
@@ -94,7 +96,9 @@ def test_a_newcomer_with_a_network_that_is_new(cli, refused, trained: Path, tmp_
     quick = {**TINY, "rounds": 1, "local_steps": 1, "chunk": 256, "admit_rounds": 2}
     run = fedloom.run("mh_pfedhn", out=tmp_path / "mh", progress="quiet", **quick)
     new = ("--data", tmp_path / "new.npz", "--model", "mlp:hidden=20")
-    (path,) = cli("admit", run.path, *new).out.split()
+    outcome = cli("admit", run.path, *new)
+    assert not outcome.err
+    (path,) = outcome.out.split()
     assert load_model(Path(path), "mlp:hidden=20", (1, 8, 8), 10)(torch.as_tensor(arrays.x[:3])).shape == (3, 10)
     told = refused("admit", trained, *new)
     assert "FedAvg has one model for all clients, mlp:hidden=8; client newcomer has mlp:hidden=20" in told

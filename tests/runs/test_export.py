@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +92,7 @@ def test_a_folder_that_cannot_be_written(odd: fedloom.Run, tmp_path: Path, place
         odd.export("plain", tmp_path / place)
 
 
-def test_the_code_of_a_users_network_goes_along_where_it_is_wanted_and_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_a_users_network_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "ownpackage"
     (package / "deep").mkdir(parents=True)
     (package / "notes.txt").touch()
@@ -102,8 +103,29 @@ def test_the_code_of_a_users_network_goes_along_where_it_is_wanted_and_not_insta
     found = {}
     for network in ("ownpackage.deep.net:Net", "torch.nn:Identity", "mlp:hidden=4"):
         spec, folder = parse(network, (3,), 2), tmp_path / network[:3]
-        export(folder, "0", {"params": {}, "buffers": {}}, spec, "FedAvg", with_code=True)
+        export(folder, "0", {"params": {}, "buffers": {}}, spec, "FedAvg")
         found[network[:3]] = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files = ["client-0.py", "client-0.safetensors"]
     own = [f"code/ownpackage/{name}" for name in ("__init__.py", "deep/__init__.py", "deep/net.py")]
     assert found == {"own": files + own, "tor": files, "mlp": files}
+    in_a_script = replace(parse("torch.nn:Identity", (3,), 2), name="__main__:Net")
+    path = export(tmp_path / "script", "0", {"params": {}, "buffers": {}}, in_a_script, "FedAvg")
+    assert not (path.parent / "code").exists()
+
+
+def test_an_exported_network_of_ones_own_loads_where_its_file_is_not(tmp_path: Path) -> None:
+    text = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(3, 2)\n"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "elsewhere_nets.py").write_text(text)
+    train = (
+        "import fedloom, numpy as np; from elsewhere_nets import Net; x = np.eye(3)[[0, 1, 2] * 8]\n"
+        "run = fedloom.run('local', dataset=(x, np.arange(24) % 2), model=Net, clients=2, partition='iid', rounds=1,"
+        " local_steps=1, progress='quiet', device='cpu')\n"
+        "run.export(0, '../there')"
+    )
+    load = "import runpy; print(runpy.run_path('client-0.py')['model'])"
+    (tmp_path / "there").mkdir()
+    for folder, code in (("here", train), ("there", load)):
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Net(in_features=3")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.output import json_line, stoppable, table
+from fedloom.cli.output import json_line, stoppable, table, tell
 from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
 from fedloom.core.errors import ConfigError, RunError, unknown
 
@@ -158,6 +158,8 @@ def admit(
     path = admitted.export(out or run / "admitted", data.stem)
     if admitted.report:
         typer.echo(admitted.report)
+    elif admitted.simulation.arrays.num_classes and not admitted.simulation.algorithm.carries_prior:
+        tell("The model knows nothing of the newcomer; with --adapt prior it is fitted to the newcomer's classes.")
     typer.echo(path)
 
 

@@ -159,7 +159,7 @@ class Participant:
         deployed = self.algorithm.client_deploy(home, shared, mine, engine.recall(name))
         folder = self.store.of_run(run) / "model"
         if self.plain.predict is predict_with_target:
-            export(folder, name, deployed, self.model.spec, self.algorithm.name, with_code=True)
+            export(folder, name, deployed, self.model.spec, self.algorithm.name)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / "deployed.safetensors", encode(deployed))

@@ -18,12 +18,10 @@ CODE = "code"
 """The folder of a user's own network, beside a model."""
 
 
-def export(
-    folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "", *, with_code: bool = False
-) -> Path:
+def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "") -> Path:
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``.
 
-    ``with_code``: a network of the user's own is copied beside them, so that they can be moved to where it is not.
+    A network of the user's own is copied beside them, so that they can be moved to where it is not.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +36,7 @@ def export(
     path = folder / f"{stem}.safetensors"
     write_file(path, safetensors.torch.save(weights, metadata))
     path_of_code = ""
-    if with_code and _copy_code(spec.name, folder / CODE):
+    if _copy_code(spec.name, folder / CODE):
         path_of_code = f'import sys\nsys.path.insert(0, str(Path(__file__).parent / "{CODE}"))\n'
     loader = (
         "from pathlib import Path\n"
@@ -52,10 +50,14 @@ def export(
 
 
 def _copy_code(name: str, folder: Path) -> bool:
-    """Copy the module or package of the network at an import path; False for what is installed, or fedloom's own."""
-    if ":" not in name:
+    """Copy the module or package of the network at an import path; False for what is installed, or fedloom's own.
+
+    Nor is a script copied: its classes have no name that another program can import.
+    """
+    package = name.partition(":")[0].partition(".")[0]
+    if ":" not in name or package == "__main__":
         return False
-    top = importlib.import_module(name.partition(":")[0].partition(".")[0])
+    top = importlib.import_module(package)
     source = Path(top.__file__ or next(iter(top.__path__)))
     if any(source.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")):
         return False
