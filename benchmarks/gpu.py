@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedloom on a GPU against a plain PyTorch loop on the same GPU: whole rounds of pFedHN, as ratios in one run.
 
-    python benchmarks/gpu.py [--part rounds kernels memory schedule] [--cohorts 1 50] [--ways compiled bf16]
-        [--repeats 5] [--data-root DIR]
+    PYTHONPATH=src python benchmarks/gpu.py [--part rounds kernels memory schedule] [--cohorts 1 50]
+        [--ways compiled bf16] [--repeats 5] [--data-root DIR]
 
 ``rounds``: weave, train, step, for cohorts of 1 to 500, by a plain loop over clients, recorded, compiled, compiled
 without kernels of our own, and with TF32 and bfloat16. ``kernels``: LeNet's convolutions by themselves, by cuDNN and
@@ -34,11 +34,12 @@ from fedloom.core.contract import Cohort, Setup
 from fedloom.core.task import CLASSIFICATION
 from fedloom.data.registry import load
 from fedloom.engines import capture
-from fedloom.engines.convolution import MANY
+from fedloom.engines.convolution import MANY, why_no_kernels
 from fedloom.engines.vectorised import Vectorised
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.runs.simulation import Simulation, set_precision
+from fedloom.runs.machine import set_precision
+from fedloom.runs.simulation import Simulation
 
 SHAPE, CLASSES, STEPS = (3, 32, 32), 10, 50
 DEVICE = torch.device("cuda")
@@ -48,7 +49,8 @@ PEAK = 67e12
 SERVER_LR = 1e-4
 """Labels are random: at pFedHN's own rate the numbers overflow after some rounds."""
 
-Round = Callable[[int], Any]
+Round = Callable[[int], float]
+"""Gives the seconds that it spent on training, if it knows."""
 
 
 def fedloom_rounds(
@@ -75,12 +77,13 @@ def fedloom_rounds(
     engine.own_kernels = convolutions == "own"
     state = algorithm.init(setup)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> float:
         nonlocal state
         rows = np.sort(np.random.default_rng(number).choice(registered, clients, replace=False))
         engine.begin(number)
         cohort = Cohort(number, tuple(federation.participants[row] for row in rows))
         state, _ = algorithm.round(setup, state, cohort, engine.ask)
+        return engine.books.asking
 
     return one_round, engine
 
@@ -98,7 +101,7 @@ def plain_rounds(clients: int, batch: int) -> Round:
     everything = [*trunk.parameters(), *heads.parameters(), *table.parameters()]
     outer = torch.optim.SGD(everything, SERVER_LR, momentum=0.9, weight_decay=1e-3)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> float:
         for client in range(clients):
             features = trunk(table(torch.tensor(client % 50, device=DEVICE)))
             woven = {name: head(features).view(shape) for head, (name, shape) in zip(heads, shapes.items())}
@@ -116,20 +119,21 @@ def plain_rounds(clients: int, batch: int) -> Round:
             torch.autograd.backward(list(woven.values()), change)
             nn.utils.clip_grad_norm_(everything, 50.0)
             outer.step()
+        return 0.0
 
     return one_round
 
 
-def seconds(one_round: Round, repeats: int, warm: int = 4) -> float:
-    """The median of the rounds after the first ones, which record and compile."""
-    taken = []
+def seconds(one_round: Round, repeats: int, warm: int = 4) -> tuple[float, float]:
+    """Medians of the rounds after the first ones, which record and compile: of whole rounds, and of their training."""
+    taken, training = [], []
     for number in range(warm + repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        one_round(number)
+        training.append(one_round(number))
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[warm:])
+    return statistics.median(taken[warm:]), statistics.median(training[warm:])
 
 
 def operations_per_sample() -> float:
@@ -154,7 +158,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def rounds(options: argparse.Namespace) -> None:
     """Cohorts of several sizes, in several ways."""
-    cost = operations_per_sample()
+    cost, known = operations_per_sample(), any(name in torch.cuda.get_device_name() for name in ("H100", "H200"))
     print(f"\nLeNet of pFedHN, {STEPS} steps a client, {cost / 1e6:.1f} million operations a sample")
     print(f"{'clients':>7s} {'batch':>5s}  {'way':22s}{'ms a round':>12s}{'training':>10s}{'samples/s':>13s}"
           f"{'of plain':>10s}{'of peak':>9s}")  # fmt: skip
@@ -162,18 +166,17 @@ def rounds(options: argparse.Namespace) -> None:
         batch = COHORTS[clients]
         samples = clients * STEPS * batch
         few = min(clients, 4)  # of a loop, some clients are as good as all
-        plain = seconds(plain_rounds(few, batch), 3, warm=1) * clients / few
+        plain = seconds(plain_rounds(few, batch), 3, warm=1)[0] * clients / few
         print(
             f"{clients:7d} {batch:5d}  {'plain loop':22s}{plain * 1e3:12.1f}{'':10s}{samples / plain:13,.0f}{1:9.1f}x"
         )
         for way in options.ways:
             step = {"server_step": "cohort_mean"} if clients == 500 else {}
             one_round, engine = fedloom_rounds(clients, batch, **WAYS[way], **step)
-            taken = seconds(one_round, options.repeats)
-            training = engine.books.asking
-            share = samples / training * cost / PEAK
+            taken, training = seconds(one_round, options.repeats)
+            share = f"{samples / training * cost / PEAK:8.1%}" if known else f"{'':8s}"
             print(f"{clients:7d} {batch:5d}  {way:22s}{taken * 1e3:12.1f}{training * 1e3:10.1f}{samples / taken:13,.0f}"
-                  f"{plain / taken:9.1f}x{share:8.1%}  {'; '.join(engine.notes)}", flush=True)  # fmt: skip
+                  f"{plain / taken:9.1f}x{share}  {'; '.join(engine.notes)}", flush=True)  # fmt: skip
             del one_round, engine
             torch.cuda.empty_cache()
 
@@ -184,6 +187,10 @@ LAYERS = {"first": (3, 16, 5, 32), "second": (16, 32, 5, 14)}
 
 def kernels(options: argparse.Namespace) -> None:
     """LeNet's convolutions by themselves, with the gradients that a step needs: cuDNN's and our own."""
+    missing = why_no_kernels(DEVICE)
+    if missing:
+        print(f"\nNo kernels of our own here: {missing}")
+        return
     from fedloom.engines.kernels import convolution  # needs Triton
 
     print("\nA convolution and its gradients, batches of 64; errors: the greatest, as a part of the largest value")
@@ -256,7 +263,7 @@ def memory(options: argparse.Namespace) -> None:
     torch.cuda.set_per_process_memory_fraction(room / total)
     torch.cuda.reset_peak_memory_stats()
     one_round, engine = fedloom_rounds(500, 8, compiled=False, model="resnet18", method="fedavg", local_steps=8)
-    taken = seconds(one_round, 1, warm=1)
+    taken, _ = seconds(one_round, 1, warm=1)
     print(f"\n500 clients of a ResNet-18 (8 steps of 8) with {room >> 30} GiB: {taken:.1f} s a round, at most "
           f"{torch.cuda.max_memory_reserved() / 2**30:.0f} GiB; {'; '.join(engine.notes)}", flush=True)  # fmt: skip
 
@@ -300,7 +307,7 @@ def schedule(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = {"rounds": rounds, "kernels": kernels, "memory": memory, "schedule": schedule}
-    parser.add_argument("--part", nargs="+", choices=parts, default=["rounds", "memory"])
+    parser.add_argument("--part", nargs="+", choices=parts, default=["rounds", "kernels", "memory"])
     parser.add_argument("--cohorts", type=int, nargs="+", choices=COHORTS, default=list(COHORTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=5)

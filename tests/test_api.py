@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedloom.core.errors import ConfigError, DataError, FedloomError, NeedsError
 from fedloom.core.trees import Tree, flatten, leaves
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
+from fedloom.data.registry import load as load_data
 from fedloom.runs.directory import RunDirectory
 from testnets import Normed
 
@@ -421,11 +423,12 @@ def test_methods_that_cannot_admit_say_so(digits: Callable[[str], Digits], metho
 
 
 def test_a_method_that_trains_on_labels_asks_for_them(digits: Callable[[str], Digits]) -> None:
-    run, x, _ = digits("pfedhn")
-    assert refused(NeedsError, lambda: run.admit(x)) == (
-        "pFedHN admits a newcomer by training on its labelled samples; got none. "
-        "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
-    )
+    run, x, y = digits("pfedhn")
+    for labels in (None, torch.full_like(y, -1)):
+        assert refused(NeedsError, lambda labels=labels: run.admit(x, labels)) == (
+            "pFedHN admits a newcomer by training on its labelled samples; got none. "
+            "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
+        )
 
 
 WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
@@ -440,7 +443,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
     "fewer labels": (lambda x, y: (x, y[:-1]), "Got labels of shape"),
     "labels with another axis": (lambda x, y: (x, y[:, None]), "Got labels of shape"),
     "a class too many": (lambda x, y: (x, y * 0 + 10), "expected whole numbers from 0 to 9, as in this federation."),
-    "a negative class": (lambda x, y: (x, y * 0 - 1), "Got labels from -1 to -1; expected whole numbers from 0 to 9"),
+    "a negative class": (lambda x, y: (x, y * 0 - 2), "Got labels from -2 to -2; expected whole numbers from 0 to 9"),
     "half a class": (lambda x, y: (x, y * 0 + 0.5), "Got labels from 0.5 to 0.5; expected whole numbers"),
     "NaN for a class": (lambda x, y: (x, y / 0), "Got labels with NaN or infinite values"),
 }
@@ -740,6 +743,14 @@ def test_a_run_is_not_loaded_with_data_dealt_anew(other: dict[str, Any], tmp_pat
     with pytest.raises(ConfigError, match=f"With {next(iter(other))} as given participants would have other data"):
         fedloom.load(tmp_path / "run", **other).evaluate_unseen()
     assert fedloom.load(tmp_path / "run", unseen_shift="blur").evaluate_unseen()
+
+
+def test_every_newcomer_has_noise_of_its_own(tmp_path: Path) -> None:
+    run = fedloom.run("it_pfl_hn", out=tmp_path / "run", descriptor_epsilon=1.0, finetune_after=1, **TINY)
+    x = load_data("digits").x[:20]
+    woven = [flatten(loaded.admit(x).parameters) for loaded in (run, run, fedloom.load(run.path))]
+    for a, b in itertools.combinations(woven, 2):
+        assert not all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(("trained", "other"), [(1e6, 0.0), (0.0, 1e6)])

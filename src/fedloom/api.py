@@ -19,7 +19,7 @@ from fedloom import algorithms
 from fedloom.adaptation.report import Report, report
 from fedloom.clients.federation import SPLITS
 from fedloom.core.config import build
-from fedloom.core.contract import predict_with_target
+from fedloom.core.contract import Algorithm, predict_with_target
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RoundError, RunError, unknown
 from fedloom.core.trees import ClientId, Tree
 from fedloom.data.arrays import Arrays
@@ -288,10 +288,7 @@ class Run:
         if algorithm.admit is None:
             simulation.admit(())
         if y is None and algorithm.admit_labels:
-            raise NeedsError(
-                f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
-                "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
-            )
+            raise _unlabelled(algorithm)
         while client in simulation.federation.roster:
             client += "'"
         samples = _samples(simulation, x)
@@ -573,12 +570,21 @@ def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
         raise DataError("Got labels with NaN or infinite values; remove or replace those samples.")
     whole = labels.to(own)
     lowest = 0 if simulation.algorithm.admit_labels else -1  # -1: a label that is not known
+    if classes and lowest == 0 and bool((whole == -1).all()):
+        raise _unlabelled(simulation.algorithm)
     if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
             f"as in this federation{'' if lowest == 0 else ', or -1 where a label is not known'}."
         )
     return whole
+
+
+def _unlabelled(algorithm: Algorithm) -> NeedsError:
+    return NeedsError(
+        f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
+        "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
+    )
 
 
 def _tensor(values: Any, what: str) -> Tensor:

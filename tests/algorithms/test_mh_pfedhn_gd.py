@@ -201,7 +201,7 @@ def test_distillation_pulls_a_model_towards_its_teacher() -> None:
     assert gaps[1] < 0.2 * gaps[0]
 
 
-@pytest.mark.parametrize(("share", "number"), [(0.0, 0), (0.2, 2), (0.5, 5), (1.0, 10)])
+@pytest.mark.parametrize(("share", "number"), [(0.0, 0), (0.01, 1), (0.2, 2), (0.5, 5), (1.0, 10)])
 def test_only_a_share_of_the_clients_deploys_the_global_model(share: float, number: int) -> None:
     federation, watch = small_federation(TWO, sizes=(4,) * 10), Watch()
     played = play(ALGORITHM, federation, rounds=1, wrap=watch, global_share=share, **SMALL)

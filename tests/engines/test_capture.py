@@ -46,7 +46,7 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
         recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
         plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
         facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
-        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, 10**6) for _ in range(times)]
+        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, (1, 10**6)) for _ in range(times)]
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here:\nnone found\nlong story")
@@ -78,10 +78,37 @@ def test_a_step_that_our_kernels_fail_is_compiled_without_them(monkeypatch: pyte
     for own, tried in ((True, [True, False]), (False, [False])):
         wanted.clear()
         for _ in range(4):
-            recordings.run("p", own, plan, _count, {}, facts, carry, 10**6, own)
+            recordings.run("p", own, plan, _count, {}, facts, carry, (1, 10**6), own)
         assert wanted == tried
     assert recordings.notes == ["p cannot be compiled with kernels of our own: no such kernel"]
     assert all(made.compiled for made in recordings.kept.values())
+
+
+def test_what_a_mixed_federation_seldom_meets_is_not_compiled_nor_is_anything_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    class Made:
+        graphs = True
+
+        def __init__(self, step, shared, facts, *_, compiled: bool, **__):
+            self.clients, self.compiled = len(facts[0]), compiled
+            if compiled:
+                found.append(self.clients)
+
+        def run(self, *_):
+            return "after"
+
+    monkeypatch.setattr(capture, "CapturedSteps", Made)
+    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
+    rounds, rng = 1000, np.random.default_rng(0)
+    for number in range(1, rounds + 1):
+        clients = 60 if number % 2 else int(rng.integers(1, 50))  # every other cohort is of a kind
+        plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 20, [0] * 20) for _ in range(clients)])
+        facts, carry = (torch.ones(clients), torch.ones(clients, dtype=torch.int64)), {"total": torch.zeros(clients)}
+        assert recordings.run("p", "p", plan, _count, {}, facts, carry, (number, rounds - number)) in ("after", None)
+    assert found == [60]
 
 
 def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:
@@ -91,7 +118,7 @@ def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:
     recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
     plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
     facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"a": torch.zeros(1), "b": torch.ones(1)}
-    assert recordings.run("p", "p", plan, step, {}, facts, carry, 1) is None
+    assert recordings.run("p", "p", plan, step, {}, facts, carry, (1, 1)) is None
     assert recordings.notes == ["p cannot be recorded: a step must leave the carry as it is built"]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,23 @@ def test_processes_are_kept_from_round_to_round_and_end_with_the_engine(engine: 
     assert children() == at_work
     del played
     assert children() == before
+
+
+def test_a_simulation_can_be_used_from_one_thread_after_another() -> None:
+    """A process ends with the thread that made it; clients must not be lost with it."""
+    played = play(FEDAVG, small_federation(), "parallel", rounds=0)
+    dropped = []
+
+    def one_round(number: int) -> None:
+        played.engine.begin(number)
+        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), played.engine.ask)
+        dropped.extend(played.engine.books.dropped)
+
+    for number in (1, 2, 3):
+        thread = threading.Thread(target=one_round, args=(number,))
+        thread.start()
+        thread.join()
+    assert not dropped and played.engine.books.asked == len(played.setup.clients)
 
 
 def test_other_data_are_seen_by_the_processes() -> None:

@@ -21,6 +21,7 @@ from fedloom.data.own import from_arrays
 from fedloom.engines.auto import heavy
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.runs.machine import Threads
 from fedloom.runs.options import RunOptions
 from fedloom.runs.simulation import Simulation, device_of, flat_config, resolve, split, task_of
 
@@ -248,6 +249,40 @@ def test_a_device_that_is_not_there(name: str) -> None:
     assert told.endswith(". Leave it out for auto.")
 
 
+def test_a_device_that_fedloom_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))  # as if there were one
+    with pytest.raises(ConfigError, match="--device mps is not one that fedloom runs on; expected cpu or cuda"):
+        device_of("mps")
+
+
+def test_runs_side_by_side_have_a_precision_each() -> None:
+    exact, fast = simulation(), simulation(precision="tf32")
+    seen = []
+    for one in (exact, fast, exact):
+        one.algorithm = Altered(one.algorithm, lambda setup, state, *_: (seen.append(_precision()) or state, {}))
+        one.train_round()
+    assert seen == ["highest", "high", "highest"]
+    fast.evaluate("test")
+    assert _precision() == "high"
+    exact.evaluate("test")
+    assert _precision() == "highest"
+
+
+def _precision() -> str:
+    return torch.get_float32_matmul_precision()
+
+
+def test_a_process_that_begins_with_a_run_with_threads_of_its_own_knows_its_usual_ones() -> None:
+    usual, threads = torch.get_num_threads(), Threads()
+    try:
+        threads.set(usual)  # as a run that is loaded does, which has its number of threads in its config
+        assert threads.usual() == usual
+        threads.set(usual + 1)
+        assert threads.usual() == usual
+    finally:
+        torch.set_num_threads(usual)
+
+
 # Records
 
 
@@ -445,6 +480,16 @@ def test_the_global_model_is_tried_on_everybodys_data() -> None:
         right = network(params, {}, built.federation.x[own]).argmax(1) == built.federation.y[own]
         assert score.metric == pytest.approx(right.double().mean().item())
     assert set(participants) == set(built.setup.clients) and set(newcomers) == set(built.federation.unseen)
+
+
+def test_a_global_model_with_batch_norm_is_tried_by_those_who_have_trained_it() -> None:
+    y = np.arange(150) % 3
+    images = from_arrays(np.random.default_rng(0).standard_normal((150, 1, 6, 6)).astype(np.float32), y)
+    built = simulation("mh_pfedhn_gd", images, global_model="testnets:Normed", chunk=32, cohort=2)
+    built.train_round()
+    trained = {client for client, tree in built.engine.memory.items() if "global_buffers" in tree}
+    assert 0 < len(trained) <= 2 < len(built.setup.clients)
+    assert set(built.evaluate_global("test")) == trained
 
 
 @pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn", "pfedhn_pc", "hyperfedzero"])

@@ -69,12 +69,13 @@ class Recordings:
         shared: Any,
         facts: Any,
         carry: Any,
-        rounds_left: int,
+        rounds: tuple[int, int],
         own_kernels: bool = True,
     ) -> Any:
         """The carry after every step of ``plan``; None where the steps are few or cannot be recorded.
 
-        ``name`` and the shapes must fix what ``step`` does; ``label`` is for people.
+        ``name`` and the shapes must fix what ``step`` does; ``label`` is for people. ``rounds``: how many have begun,
+        and how many are left.
         """
         steps = len(plan.active)
         if not steps:
@@ -86,7 +87,8 @@ class Recordings:
         self._uses[kind] += 1
         if steps < MIN_RECORDED_STEPS and (steps == 1 or self._uses[kind] == 1):
             return None
-        if self._uses[kind] == 3 and ways and rounds_left * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
+        expected = self._uses[kind] * rounds[1] / max(1, rounds[0])  # more uses; asks of mixed cohorts are seldom alike
+        if self._uses[kind] == 3 and ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
             self.kept.pop(kind, None)  # to be recorded anew
             ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
         while ways:
@@ -108,6 +110,7 @@ class Recordings:
             self.kept[kind] = made
             for oldest in list(self.kept)[:-KEPT]:
                 del self.kept[oldest]
+                self._ways[oldest] = ["recorded"]  # to compile it again would take longer than it saves
             return after
         return None
 

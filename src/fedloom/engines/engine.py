@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,7 +78,9 @@ class AbstractEngine(abc.ABC):
         self.memory: dict[ClientId, Tree] = {}
         self.books = Books()
         self.notes: list[str] = []
-        self.rounds_left = 0
+        self.take_over: Callable[[], None] = lambda: None
+        """Sets what belongs to the process and not to a run, such as the precision: other runs set it too."""
+        self.rounds_left = self.rounds_begun = 0
         self.trusting = False
         """Replies are taken to be finite; whether they are goes to ``doubts``, for others to read later."""
         self.doubts: list[Tensor] = []
@@ -93,8 +95,10 @@ class AbstractEngine(abc.ABC):
 
         ``asks``: which ask of it this is, for a client that hears of one ask alone.
         """
+        self.take_over()
         self.books, self.doubts = Books(), []
         self._stage, self._asks = stage, asks
+        self.rounds_begun += isinstance(stage, int)
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""

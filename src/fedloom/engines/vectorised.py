@@ -82,8 +82,8 @@ class Vectorised(AbstractEngine):
     ) -> Any:
         """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
         if self.federation.device.type == "cuda":
-            left, own = self.rounds_left, self.own_kernels
-            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, left, own)
+            rounds, own = (self.rounds_begun, self.rounds_left), self.own_kernels
+            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, rounds, own)
             if after is not None:
                 return after
         return self._steps(plan, step, shared, facts, carry)

@@ -14,6 +14,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -63,10 +64,13 @@ class Lost(NamedTuple):
 
 
 class Workers:
-    """``number`` processes that each do ``work``. Raises ``OSError`` where there cannot be so many."""
+    """``number`` processes that each do ``work``. Raises ``OSError`` where there cannot be so many.
+
+    They are of use to the thread that makes them, with which they end.
+    """
 
     def __init__(self, number: int, work: Work) -> None:
-        self._work = work
+        self._work, self._thread = work, threading.current_thread()
         self._crew: list[_Worker] = []
         self._end = weakref.finalize(self, _dismiss, self._crew, os.getpid())
         try:
@@ -111,8 +115,8 @@ class Workers:
 
     @property
     def closed(self) -> bool:
-        """Whether they have been ended."""
-        return not self._end.alive
+        """Whether they have been ended, or will be with another thread than this."""
+        return not self._end.alive or self._thread is not threading.current_thread()
 
     def _fork(self) -> _Worker:
         here, there = Pipe()

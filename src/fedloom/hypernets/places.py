@@ -66,7 +66,7 @@ def _network_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Mo
 
 
 def deploying(setup: Setup[Any]) -> set[ClientId]:
-    """The clients that can run a second model, the global one: ``global_share`` of them."""
-    order = stream(setup.seed, "global model").permutation(len(setup.clients))
-    number = int(setup.config.global_share * len(order) + 0.5)
+    """The clients that can run a second model, the global one: ``global_share`` of them, one at least; 0: none."""
+    order, share = stream(setup.seed, "global model").permutation(len(setup.clients)), setup.config.global_share
+    number = max(1, int(share * len(order) + 0.5)) if share else 0
     return {setup.clients[row] for row in order[:number]}

@@ -11,7 +11,7 @@ from fedloom.models.spec import import_path
 
 
 def device_of(name: str) -> torch.device:
-    """The device that ``name`` stands for, checked to be there. A GPU that is given by number records graphs."""
+    """The device that ``name`` stands for, checked to be there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -22,8 +22,10 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(
             f"--device {name} is not available; this machine has {here}. Leave it out for auto."
         ) from None
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--device {name} is not one that fedloom runs on; expected cpu or cuda. Leave it out for auto."
+        )
     return device
 
 
@@ -41,11 +43,19 @@ class Threads:
 
     def set(self, number: int) -> None:
         """Have operators run with so many."""
+        self.usual()
         torch.set_num_threads(number)
         self._set = number
 
 
 THREADS = Threads()
+
+
+def take_over(device: torch.device, precision: str) -> None:
+    """Have this process compute for a run: on its GPU, where graphs are recorded, and in its precision."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    set_precision(precision)
 
 
 def set_precision(name: str) -> None:

@@ -55,7 +55,7 @@ class RunOptions:
     )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     precision: Literal["exact", "tf32", "bf16"] = option(
-        "exact", "Arithmetic of local training on a GPU: exact, or faster with 10 or 7 bits of mantissa."
+        "exact", "Arithmetic on a GPU: exact, or faster with 10 bits of mantissa, or with 7 in local training."
     )
     convolutions: Literal["own", "library"] = option(
         "own", "Convolutions of compiled steps on a GPU: by fedloom's kernels, or by the library's only."

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.runs.machine import THREADS, device_of, set_precision, task_named
+from fedloom.runs.machine import THREADS, device_of, take_over, task_named
 from fedloom.runs.options import RunOptions
 from fedloom.runs.trainer import Trainer, algorithm_of
 
@@ -79,7 +81,6 @@ class Simulation(Trainer):
         options = resolve(options, arrays)
         given = options.threads
         THREADS.set(given or min(THREADS.usual(), cores(), MOST_THREADS))
-        set_precision(options.precision)
         self.partition = split(options, arrays)
         federation = federation_of(options, arrays, self.partition)
         participants = federation.participants
@@ -139,7 +140,10 @@ class Simulation(Trainer):
         joined = copy.copy(self)
         joined.federation = self.federation.joined_by(newcomer, model, x, y)
         joined.setup = replace(self.setup, models=joined.federation.models)
-        joined.engine = _engine(self.options.engine, joined.federation, self.algorithm, self.config, self.options)
+        options = self.options
+        if getattr(self.config, "private", False):  # its noise must not follow from what others know
+            options = replace(options, seed=secrets.randbits(63))
+        joined.engine = _engine(options.engine, joined.federation, self.algorithm, self.config, options)
         joined.engine.memory = dict(self.engine.memory)
         return joined
 
@@ -148,6 +152,8 @@ def _engine(
     name: str, federation: Federation, algorithm: Algorithm, config: Any, options: RunOptions
 ) -> AbstractEngine:
     engine = ENGINES[name](federation, algorithm, config, options.seed)
+    engine.take_over = partial(take_over, federation.x.device, options.precision)
+    engine.take_over()
     if isinstance(engine, AbstractParallel) and options.workers:
         engine.processes = options.workers
     if isinstance(engine, Vectorised):

@@ -218,13 +218,19 @@ class Trainer:
         return network, params
 
     def evaluate_global(self, split: str, *, unseen: bool = False) -> dict[ClientId, Score]:
-        """The scores of the global model on a split of every participant's own data, or of every unseen client's."""
+        """The scores of the global model on a split of every participant's own data, or of every unseen client's.
+
+        One with BatchNorm is tried by the participants that have trained it.
+        """
         network, params = self.global_model(for_others=unseen)
+        clients = self.federation.having(split, self.federation.unseen if unseen else self.setup.clients)
+        if network.fresh_buffers():  # who has not trained it has no running statistics for it
+            clients = tuple(client for client in clients if "global_buffers" in self.engine.memory.get(client, {}))
         self.engine.begin(f"evaluation after round {self.round}")
         return evaluate(
             with_network(self.base, network),
-            lambda clients: Sent({"params": params}, PerClient.empty(clients)),
-            self.federation.having(split, self.federation.unseen if unseen else self.setup.clients),
+            lambda some: Sent({"params": params}, PerClient.empty(some)),
+            clients,
             split,
             self.engine.ask,
             higher_is_better=self.setup.task.higher_is_better,
