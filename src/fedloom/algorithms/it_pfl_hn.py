@@ -18,9 +18,9 @@ Kept by the client: its model's running statistics.
 Kept by the server: the loom, its fine-tuned copy, the embeddings, the encoder, the states of the outer optimiser, how
     descriptors are standardised, the stage.
 Reduces to: pFedHN for the participants.
-Differs from the paper: it leaves open how long the stages are (ours: 400 and 100 of its 500 rounds), how the encoder is
-trained and how its changes are weighted. The noise is calibrated exactly, where the paper takes the classical formula.
-``preset=standardised`` is ours. All decisions: docs/methods/it_pfl_hn.md.
+Differs from the paper: it leaves open how long the stages are (ours: 80 rounds, and the rest of the run), the outer
+rate, how the encoder is trained and how its changes are weighted. The noise is calibrated exactly, where the paper
+takes the classical formula. ``preset=standardised`` is ours. All decisions: docs/methods/it_pfl_hn.md.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Config(encoder.EncoderConfig, PerTensorConfig):
     """IT-PFL-HN's options: those of the encoder, of pFedHN's loom, and when the one is frozen and the other tuned."""
 
     finetune_after: int = option(80, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
+    server_lr: float = option(3e-3, "Outer learning rate (ours: pFedHN's 0.01 is too high for a cohort).", low=0)
     # what pFedHN's functions also read
     descriptor: ClassVar[str] = "trainable"
     spectral_norm: ClassVar[bool] = False
