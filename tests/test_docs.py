@@ -112,7 +112,15 @@ def execute(block: Block, page: Path, module: types.ModuleType) -> None:
             value()
 
 
-@pytest.mark.parametrize("page", [*PAGES, *METHOD_PAGES], ids=lambda page: page.name)
+LONG = {"tutorial-first-run.md", "how-to-own-data.md"}
+"""Pages that train for a quarter of a minute or more."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in [*PAGES, *METHOD_PAGES]],
+    ids=lambda page: page.name,
+)
 def test_what_a_page_shows_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("page")  # a module, as classes of a namespace without one have no import path
     monkeypatch.setitem(sys.modules, "page", module)
