@@ -50,6 +50,7 @@ def test_on_a_gpu_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPa
     replay = Replayer()
     for value in (1.0, 2.0, 3.0):
         assert replay("f", function, torch.full((2,), value, device="cuda")).tolist() == [2 * value**2] * 2
+    assert len(replay.notes) == 1 and replay.notes[0].startswith("f cannot be recorded: ")
     for _ in range(2):
         replay("g", torch.neg, torch.ones(2, device="cuda"))
     assert len(replay.kept) == 1

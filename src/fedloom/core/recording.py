@@ -78,9 +78,13 @@ class Reading:
 
 
 class Replayer:
-    """Calls functions by way of recordings. What a function uses besides its arguments must be fixed by ``name``."""
+    """Calls functions by way of recordings. What a function uses besides its arguments must be fixed by ``name``.
 
-    def __init__(self) -> None:
+    ``notes`` is told of functions that cannot be recorded.
+    """
+
+    def __init__(self, notes: list[str] | None = None) -> None:
+        self.notes = [] if notes is None else notes
         self.kept: dict[Hashable, Recording | None] = {}  # None: cannot be recorded; the one used last is last
         self._met: set[Hashable] = set()
         self.pool = Pool()
@@ -99,8 +103,12 @@ class Replayer:
                 self.kept[kind] = Recording(function, leaves, structure, self.pool)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:
+            except RuntimeError as error:
                 self.kept[kind] = None
+                label, reason = name[0] if isinstance(name, tuple) else name, str(error).partition("\n")[0]
+                note = f"{label} cannot be recorded: {reason}"
+                if note not in self.notes:
+                    self.notes.append(note)
             for oldest in list(self.kept)[:-KEPT]:
                 del self.kept[oldest]
         recording = self.kept[kind] = self.kept.pop(kind)

@@ -84,7 +84,7 @@ class AbstractEngine(abc.ABC):
         self.trusting = False
         """Replies are taken to be finite; whether they are goes to ``doubts``, for others to read later."""
         self.doubts: list[Tensor] = []
-        self.replay = Replayer()
+        self.replay = Replayer(self.notes)
         self._room: dict[tuple[str, Hashable], int] = {}
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0

@@ -72,6 +72,7 @@ class Trainer:
             federation.device,
             federation.dtype,
         )
+        self.setup.replay.notes = engine.notes
         violations = algorithm.needs.violations(self.setup, algorithm.name)
         if violations:
             raise NeedsError(" ".join(violations))
