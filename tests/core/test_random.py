@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from torch.func import vmap
 
-from fedloom.core.random import Fresh, fold, key, laplace, normal, seed_of, stream, uniform
+from fedloom.core.random import _GOLDEN, Fresh, fold, key, laplace, normal, seed_of, stream, uniform
 
 NAMES = st.lists(st.one_of(st.integers(0, 10**6), st.text("ab1 ", max_size=3)), min_size=1, max_size=4)
 MANY = 1 << 20
@@ -155,3 +158,18 @@ def test_draws_of_the_machine_are_of_the_same_laws_and_never_come_twice() -> Non
         one, other = draw(fresh, (MANY,), torch.float64), draw(fresh, (MANY,), torch.float64)
         assert float(one.mean()) == pytest.approx(0, abs=1e-2) and float(one.var()) == pytest.approx(variance, rel=0.02)
         assert float(torch.corrcoef(torch.stack([one, other]))[0, 1]) == pytest.approx(0, abs=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own affairs
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
+def test_compiled_draws_are_the_same_and_no_arithmetic_of_places() -> None:
+    """As places in memory, rows of draws are multiples of the constant that Triton cannot write down."""
+
+    def drawn(keys: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda key: normal(key, (5, 16)).softmax(-1))(keys)
+
+    keys = torch.stack([key(i) for i in range(3)])
+    found, codes = run_and_get_code(torch.compile(drawn), keys)
+    torch.testing.assert_close(found, drawn(keys), rtol=0, atol=1e-6)
+    assert codes and not any(re.search(rf"{_GOLDEN}L?\)\s*\*", code) for code in codes)

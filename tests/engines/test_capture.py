@@ -49,7 +49,7 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
         return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, (1, 10**6)) for _ in range(times)]
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("no compiler here:\nnone found\nlong story")
+        raise RuntimeError("no compiler here:\n\nlong story\nnone found\n\nSet TORCH_LOGS for more\n")
 
     monkeypatch.setattr(torch, "compile", refuse)
     recordings, after = run(4)

@@ -70,7 +70,9 @@ def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
         words = torch.from_numpy(bits).to(key.device).reshape(shape) >> 8
     else:
         count = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
-        words = _mix(key + count * _GOLDEN) >> 39
+        # the mask changes nothing, but without it torch's compiler reckons with the product as with places in memory,
+        # row by row, in numbers that no int64 holds
+        words = _mix(key + (count & _MASK63) * _GOLDEN) >> 39
     # 24 random bits: exact in every float type that parameters have
     return (words & 0xFFFFFF).to(dtype) / float(1 << 24)
 

@@ -104,8 +104,7 @@ class Recordings:
             except Exception as error:
                 if made is not None and made.graphs:
                     raise
-                reason = " ".join(str(error).split("\n")[:2])  # the compiler's first line names no cause
-                self.notes.append(f"{label} cannot be {ways.pop(0)}: {reason}")
+                self.notes.append(f"{label} cannot be {ways.pop(0)}: {_reason(error)}")
                 continue
             self.kept[kind] = made
             for oldest in list(self.kept)[:-KEPT]:
@@ -253,6 +252,12 @@ class CapturedSteps:
 
         vmap(step)(facts, carry, _batch(table, counter, facts[1], data))
         return found
+
+
+def _reason(error: Exception) -> str:
+    """In one line. The compiler's first line names no cause: it comes last, before its advice on variables to set."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("Set TORCH")]
+    return " ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
 
 
 def _batch(table: Tensor, counter: Tensor, keys: Tensor, data: tuple[Tensor, Tensor]) -> Batch:
