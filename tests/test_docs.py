@@ -8,6 +8,8 @@ changes that::
     <!-- file: nets.py -->              the block is written to that file
     <!-- needs: cifar10 -->             skipped unless FEDLOOM_DATA has that dataset
     <!-- not run: needs a GPU -->       never run; the reason is for readers
+
+A page with the comment ``<!-- slow -->`` trains for a quarter of a minute or more, and is left to the slow tests.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[\w ]+): (?P<value>[^\n]+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def is_slow(page: Path) -> bool:
+    return "<!-- slow -->" in page.read_text(encoding="utf-8")
 
 
 class Block(NamedTuple):
@@ -112,13 +118,9 @@ def execute(block: Block, page: Path, module: types.ModuleType) -> None:
             value()
 
 
-LONG = {"tutorial-first-run.md", "how-to-own-data.md"}
-"""Pages that train for a quarter of a minute or more."""
-
-
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in [*PAGES, *METHOD_PAGES]],
+    [pytest.param(page, marks=[pytest.mark.slow] * is_slow(page)) for page in [*PAGES, *METHOD_PAGES]],
     ids=lambda page: page.name,
 )
 def test_what_a_page_shows_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
