@@ -500,7 +500,33 @@ def test_all_options_together_give_the_same_on_every_engine(step: str) -> None:
             torch.testing.assert_close(other[path], value, rtol=0, atol=1e-9)
 
 
+def test_ways_can_be_for_some_networks_only() -> None:
+    """App. D.12 with several architectures: each has ways of its own."""
+    ways = ("lenet/fc3", "lenet/conv1", "l*/none", "testnets:*/norm+head", "testnets:Normed/none")
+    frozen = ("mlp/output", "*Normed/conv")
+    federation = small_federation(("lenet:kernels=2", "mlp:hidden=5", "testnets:Normed"), sizes=(4,) * 9)
+    played = play(ALGORITHM, federation, rounds=2, keep_local=ways, frozen=frozen, local_epochs=1, **SMALL)
+    setup = played.setup
+    told = {client: place.size for client, place in places_of(setup, setup.clients).items()}
+    for members in setup.by_model(setup.clients).values():
+        model, memory = setup.models[members[0]], played.engine.memory[members[0]]
+        kept, moved = memory["kept"].keys(), memory["moves"].keys()
+        left = [model.size - told[client] for client in members]
+        if str(model.spec).startswith("lenet"):
+            assert left == [255, 52, 0] and {n.partition(".")[0] for n in kept} == {"conv1", "fc3"} and not moved
+        elif str(model.spec).startswith("mlp"):
+            assert left == [0, 0, 0] and not kept and moved == {"output.weight", "output.bias"}
+        else:
+            own = {name for name in model.shapes if not name.startswith("conv")}
+            assert kept == own and left == [sum(math.prod(model.shapes[n]) for n in own), 0, left[0]]
+            assert moved == {"conv.weight", "conv.bias"}
+
+
 def test_layers_that_are_not_there_are_refused_before_round_one() -> None:
+    with pytest.raises(ConfigError, match="--frozen names the network 'vgg'; the clients have lenet"):
+        play(ALGORITHM, small_federation(TWO), rounds=0, frozen=("vgg/fc1",), **SMALL)
+    with pytest.raises(ConfigError, match="--keep-local names 'fc1', which no model has. Choose from .* hidden"):
+        play(ALGORITHM, small_federation(TWO), rounds=0, keep_local=("mlp/fc1",), **SMALL)
     with pytest.raises(ConfigError, match="--keep-local names 'fc7', which no model has"):
         play(ALGORITHM, small_federation(TWO), rounds=0, keep_local=("fc7",), **SMALL)
     with pytest.raises(ConfigError, match="--frozen names 'bn', which no model has"):

@@ -2,7 +2,8 @@
 """Layers of a model named in an option: which a client keeps, which it cannot train.
 
 ``conv1+head`` names the layer ``conv1`` and the output layer, ``body`` all but the output layer, ``*bn*`` all
-parameters with bn in their names, ``none`` nothing. An option gives several such ways, of which each client has one.
+parameters with bn in their names, ``none`` nothing. An option gives several such ways, of which each client has one;
+``resnet*/*bn*`` is a way for clients of these networks only.
 """
 
 from __future__ import annotations
@@ -36,9 +37,19 @@ def selected(model: Model, *ways: str) -> set[str]:
     }
 
 
+def ways_of(model: Model, ways: Sequence[str]) -> list[str]:
+    """The ways that are for this model, ``none`` if there are only others."""
+    own = [layers for network, _, layers in (way.rpartition("/") for way in ways) if _is_for(network, model)]
+    return own or ["none"] * bool(ways)
+
+
+def _is_for(network: str, model: Model) -> bool:
+    return not network or any(fnmatchcase(str(model.spec), pattern) for pattern in (network, f"{network}:*"))
+
+
 def rest(model: Model, ways: Sequence[str]) -> list[Shapes]:
-    """The model without what each of ``ways`` names; the whole model where there are none."""
-    kept = [selected(model, way) for way in ways] or [set()]
+    """The model without what each of its ways names; the whole model where there are none."""
+    kept = [selected(model, way) for way in ways_of(model, ways)] or [set()]
     return [{name: shape for name, shape in model.shapes.items() if name not in names} for names in kept]
 
 
@@ -48,14 +59,20 @@ def size_of(shapes: Shapes) -> int:
 
 
 def check_named(option: str, ways: Sequence[str], models: Iterable[Model]) -> None:
-    """Refuse layers that no model has."""
+    """Refuse layers that no model has, and networks that no client has."""
     models = list(models) if ways else []
-    for layer in (layer for way in ways for layer in way.split("+") if layer != "none"):
-        if not any(selected(model, layer) for model in models):
-            known = sorted({name.rpartition(".")[0] or name for model in models for name in model.shapes})
-            raise ConfigError(
-                f"{flag(option)} names {layer!r}, which no model has. Choose from head, body, none, {', '.join(known)}."
-            )
+    for network, _, layers in (way.rpartition("/") for way in ways):
+        meant = [model for model in models if _is_for(network, model)]
+        if not meant:
+            known = sorted({str(model.spec) for model in models})
+            raise ConfigError(f"{flag(option)} names the network {network!r}; the clients have {', '.join(known)}.")
+        for layer in layers.split("+"):
+            if layer != "none" and not any(selected(model, layer) for model in meant):
+                known = sorted({name.rpartition(".")[0] or name for model in meant for name in model.shapes})
+                raise ConfigError(
+                    f"{flag(option)} names {layer!r}, which no model has. Choose from head, body, none, "
+                    f"{', '.join(known)}."
+                )
 
 
 def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
@@ -67,7 +84,7 @@ def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
         left = rest(model, ways)
         if not all(left):
             raise ConfigError(f"--keep-local leaves nothing of {model.spec}. Name fewer layers, or another network.")
-        for (one, a), (other, b) in combinations(zip(ways, left), 2):
+        for (one, a), (other, b) in combinations(zip(ways_of(model, ways), left), 2):
             if size_of(a) == size_of(b) and a != b:
                 raise ConfigError(
                     f"--keep-local {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by which "
@@ -81,13 +98,14 @@ def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId,
     if not ways:
         return {client: models[client].size for client in clients}
     turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
-    return {client: size_of(rest(models[client], ways)[turn[client] % len(ways)]) for client in clients}
+    left = {client: rest(models[client], ways) for client in clients}
+    return {client: size_of(own[turn[client] % len(own)]) for client, own in left.items()}
 
 
 def first_layers(model: Model, config: Any, seed: int) -> dict[str, Any]:
     """What a client remembers of its layers: ``kept``, those that it has of its own, and which of them it ``moves``."""
     memory: dict[str, Any] = {}
-    keep_local, frozen = config.keep_local, config.frozen
+    keep_local, frozen = ways_of(model, config.keep_local), ways_of(model, config.frozen)
     if keep_local:
         kept = selected(model, *keep_local)
         memory["kept"] = {name: value for name, value in model.init(seed).items() if name in kept}
