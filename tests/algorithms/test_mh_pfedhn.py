@@ -525,7 +525,7 @@ def test_ways_can_be_for_some_networks_only() -> None:
 def test_layers_that_are_not_there_are_refused_before_round_one() -> None:
     with pytest.raises(ConfigError, match="--frozen names the network 'vgg'; the clients have lenet"):
         play(ALGORITHM, small_federation(TWO), rounds=0, frozen=("vgg/fc1",), **SMALL)
-    with pytest.raises(ConfigError, match="--keep-local names 'fc1', which no model has. Choose from .* hidden"):
+    with pytest.raises(ConfigError, match=r"--keep-local names 'fc1', which no model has. Choose from .* hidden"):
         play(ALGORITHM, small_federation(TWO), rounds=0, keep_local=("mlp/fc1",), **SMALL)
     with pytest.raises(ConfigError, match="--keep-local names 'fc7', which no model has"):
         play(ALGORITHM, small_federation(TWO), rounds=0, keep_local=("fc7",), **SMALL)

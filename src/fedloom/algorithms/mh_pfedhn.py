@@ -58,8 +58,8 @@ class Config(MultiHeadConfig):
     weight_decay: float = option(1e-4, "Local weight decay (sec. 4.1; the code: 5e-4).", low=0)
     keep_local: tuple[str, ...] = option(
         (),
-        "Layers that clients keep, e.g. conv1+head, body, none, or resnet*/*bn*+head for these networks; those with one "
-        "architecture take several such ways in turn (D.12).",
+        "Layers that clients keep, e.g. conv1+head, body, none, or resnet*/*bn*+head for such networks; with one "
+        "architecture clients take several such ways in turn (D.12).",
     )
     frozen: tuple[str, ...] = option(
         (), "Layers woven but not trained, written as for keep-local; each client draws one of several ways (D.13)."
