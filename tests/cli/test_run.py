@@ -65,6 +65,21 @@ def test_a_run_is_repeated_from_its_config(cli, spelling):
     assert Path("a/config.yaml").read_text() == Path("b/config.yaml").read_text()
 
 
+def test_a_preset_wins_over_the_values_of_another_one_in_a_file_and_other_flags_over_both(cli):
+    tiny = ("--dataset", "digits", "--clients", 4, "--rounds", 1, "--model", "mlp:hidden=5", "--local-steps", 1)
+    assert cli("run", "mh_pfedhn", *tiny, "--weight-decay", 0.5, "--out", "text", "--quiet").code == 0
+    for out, file, preset, more, rates in (
+        ("code", "text", "code", (), (5e-3, 5e-4)),
+        ("decayed", "text", "code", ("--weight-decay", 0.25), (5e-3, 0.25)),
+        ("back", "code", "text", (), (1e-3, 1e-4)),
+        ("same", "text", "text", (), (1e-3, 0.5)),
+    ):
+        config = ("--config", f"{file}/config.yaml", "--preset", preset)
+        assert cli("run", *config, *more, "--out", out, "--quiet").code == 0
+        found = yaml.safe_load(Path(out, "config.yaml").read_text())
+        assert (found["preset"], found["local_lr"], found["weight_decay"]) == (preset, *rates)
+
+
 def test_seeds_have_directories_of_their_own_and_are_compared(cli):
     outcome = cli("run", "fedavg", *TINY, "--seed", 5, "--seeds", 2, "--out", "many")
     assert sorted(run.name for run in Path("many").iterdir()) == ["seed-5", "seed-6"]

@@ -121,6 +121,7 @@ def test_a_stack_under_vmap_equals_a_loop(optimiser: Optimiser) -> None:
         {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3},  # pFedHN's
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5},  # its matrix has complex eigenvalues
         {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.1},
+        {"lr": 0.5, "momentum": 0.0, "weight_decay": 2.0},  # all is lost in one step
         {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
         {"lr": 0.0, "momentum": 0.5, "weight_decay": 0.1},
         {"lr": 0.1, "momentum": 1.0, "weight_decay": 0.0},  # both eigenvalues are 1

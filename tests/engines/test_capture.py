@@ -46,7 +46,7 @@ def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recor
         recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
         plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
         facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
-        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, (1, 10**6)) for _ in range(times)]
+        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, (3, 10**6)) for _ in range(times)]
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here:\n\nlong story\nnone found\n\nSet TORCH_LOGS for more\n")
@@ -78,7 +78,7 @@ def test_a_step_that_our_kernels_fail_is_compiled_without_them(monkeypatch: pyte
     for own, tried in ((True, [True, False]), (False, [False])):
         wanted.clear()
         for _ in range(4):
-            recordings.run("p", own, plan, _count, {}, facts, carry, (1, 10**6), own)
+            recordings.run("p", own, plan, _count, {}, facts, carry, (3, 10**6), own)
         assert wanted == tried
     assert recordings.notes == ["p cannot be compiled with kernels of our own: no such kernel"]
     assert all(made.compiled for made in recordings.kept.values())
@@ -109,6 +109,36 @@ def test_what_a_mixed_federation_seldom_meets_is_not_compiled_nor_is_anything_tw
         facts, carry = (torch.ones(clients), torch.ones(clients, dtype=torch.int64)), {"total": torch.zeros(clients)}
         assert recordings.run("p", "p", plan, _count, {}, facts, carry, (number, rounds - number)) in ("after", None)
     assert found == [60]
+
+
+def test_several_asks_of_a_round_are_all_counted_before_it_is_judged_whether_to_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
+    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
+    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
+    for asks, compiled in ((1, False), (10, True)):
+        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
+        for number in range(1, 5):
+            for _ in range(asks):
+                recordings.run("p", "p", plan, _count, {}, facts, carry, (number, 5000))
+        assert [made.compiled for made in recordings.kept.values()] == [compiled]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10, 11])
+def test_a_step_may_hand_on_what_the_carry_had_in_another_place(steps: int) -> None:
+    def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        return {"params": carry["params"] + batch.x.sum(), "previous": carry["params"]}
+
+    plan = PaddedSchedule.of([Schedule([np.array([i % 4]) for i in range(steps)], [0] * steps)] * 2)
+    data = (torch.arange(4.0)[:, None], torch.zeros(4))
+    facts, carry = (
+        (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+        {k: torch.zeros(2) for k in ("params", "previous")},
+    )
+    captured = CapturedSteps(step, {}, facts, carry, data, Pool(), width=1, capacity=64, ragged=False)
+    totals = [sum(i % 4 for i in range(number)) for number in (steps, steps - 1)]
+    assert [leaf.tolist() for leaf in captured.run(plan, {}, facts, carry).values()] == [[t, t] for t in totals]
 
 
 def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError
-from fedloom.core.trees import PerClient
+from fedloom.core.trees import PerClient, flatten
 from fedloom.hypernets.layers import check_named, check_told, rest, selected, size_of
-from fedloom.hypernets.multi_head import TRUNK, MultiHeadLoom, Place, alike, pull_back, weave
+from fedloom.hypernets.multi_head import TRUNK, MultiHeadLoom, Place, adam_states, adam_step, alike, pull_back, weave
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 
@@ -153,6 +153,16 @@ def test_replies_are_pulled_back_as_autograd_does(members: tuple[str, ...]) -> N
     for piece, found in grads.items():
         for name, grad in found.items():
             torch.testing.assert_close(grad, leaves[piece][name].grad, rtol=0, atol=1e-13)
+
+
+def test_a_change_of_nothing_is_no_step_of_adam() -> None:
+    pieces = {TRUNK: {"w": torch.ones(3)}}
+    states = adam_states(pieces)
+    grads = {TRUNK: {"w": torch.tensor([1.0, -1.0, 2.0])}}
+    moved = adam_step(pieces, states, grads, 0.01, 0)  # it has momentum now
+    rested = adam_step(*moved, {TRUNK: {"w": torch.zeros(3)}}, 0.01, 0)
+    for one, other in zip(moved, rested):
+        assert all(torch.equal(value, flatten(other)[path]) for path, value in flatten(one).items())
 
 
 def test_frozen_pieces_have_no_gradient() -> None:

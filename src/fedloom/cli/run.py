@@ -16,7 +16,7 @@ from fedloom import algorithms
 from fedloom.cli.options import flags, given, with_flags
 from fedloom.cli.output import friendly, stoppable
 from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
-from fedloom.core.config import instead
+from fedloom.core.config import by_preset, instead
 from fedloom.core.errors import ConfigError, unknown
 from fedloom.runs.options import RunOptions
 
@@ -155,7 +155,11 @@ def _options(method: str, config: Path | None, from_flags: dict[str, Any]) -> di
     other = from_file.pop("method", method)
     if other != method:
         raise ConfigError(f"{config} is for the method {other!r}, not {method!r}; write `fedloom run {other}`.")
-    return {**from_file, **instead(algorithms.get(method).config, from_flags), **from_flags}
+    kind = algorithms.get(method).config
+    if from_flags.get("preset", from_file.get("preset")) != from_file.get("preset"):
+        # the config of a run has every value of the preset that it was trained with
+        from_file = {n: value for n, value in from_file.items() if n.replace("-", "_") not in by_preset(kind)}
+    return {**from_file, **instead(kind, from_flags), **from_flags}
 
 
 def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | None, progress: str) -> None:

@@ -83,6 +83,11 @@ def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[
     return config_type(**{name: convert(value, kinds[name], flag(name)) for name, value in values.items()})
 
 
+def by_preset(config_type: type) -> set[str]:
+    """The options that presets have values for."""
+    return {name for values in getattr(config_type, "PRESETS", {}).values() for name in values}
+
+
 def instead(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """What other options are because of those in ``values``; one that is given as 0 is left to the others."""
     rules = getattr(config_type, "INSTEAD", {})

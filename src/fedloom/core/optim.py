@@ -100,4 +100,4 @@ class Optimiser:
 
 def _power(base: complex, exponent: Tensor) -> Tensor:
     powers: Tensor = torch.pow(base, exponent)
-    return powers
+    return powers if base else (exponent == 0).to(powers)  # complex 0 to the 0 is not a number

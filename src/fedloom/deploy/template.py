@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom import __version__, algorithms
-from fedloom.core.config import build, flag
+from fedloom.core.config import build, by_preset, flag
 from fedloom.core.errors import ConfigError, RunError, unknown
 from fedloom.deploy.options import SHARED, DeployOptions
 from fedloom.runs.files import write_file
@@ -143,7 +143,7 @@ def _settings(method: str, given: Mapping[str, Any]) -> Iterator[str]:
     for kind, names in parts:
         wanted = [field for field in fields(kind) if names is None or field.name in names]
         made: Any = build(kind, {field.name: given[field.name] for field in wanted if field.name in given})
-        by_preset = {name for preset in getattr(kind, "PRESETS", {}).values() for name in preset} - given.keys()
+        governed = by_preset(kind) - given.keys()
         unused = {
             name: ", ".join(flag(other).lstrip("-") for other in others)
             for name, others in getattr(kind, "INSTEAD", {}).items()
@@ -153,7 +153,7 @@ def _settings(method: str, given: Mapping[str, Any]) -> Iterator[str]:
             value, about = getattr(made, field.name), field.metadata["help"]
             if field.name in unused:  # written down it would be used
                 value, about = "", f"{about} Empty: not used. To use it, make {unused[field.name]} empty."
-            if field.name in by_preset:  # written down it would win over a preset that is chosen later
+            if field.name in governed:  # written down it would win over a preset that is chosen later
                 value, about = "", f"{about} Empty: as the preset has it."
             yield f"# {about}\n{field.name.replace('_', '-')} = {_value(value)}\n"
 

@@ -59,6 +59,7 @@ class Recordings:
         self.kept: dict[Any, CapturedSteps] = {}  # the one used last is last
         self._uses: Counter[Any] = Counter()
         self._ways: dict[Any, list[str]] = {}
+        self._judged: set[Any] = set()  # kinds that were found worth compiling, or not
 
     def run(
         self,
@@ -88,7 +89,10 @@ class Recordings:
         if steps < MIN_RECORDED_STEPS and (steps == 1 or self._uses[kind] == 1):
             return None
         expected = self._uses[kind] * rounds[1] / max(1, rounds[0])  # more uses; asks of mixed cohorts are seldom alike
-        if self._uses[kind] == 3 and ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
+        settled = self._uses[kind] >= 3 and rounds[0] >= 3 and kind not in self._judged  # how often it comes is known
+        if settled and ways:
+            self._judged.add(kind)
+        if settled and ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
             self.kept.pop(kind, None)  # to be recorded anew
             ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
         while ways:
@@ -217,7 +221,10 @@ class CapturedSteps:
         for _ in range(steps):
             for place, value in zip(self._at, self._once(*now)):
                 now[place] = value
-        copy_all([self._everything[place] for place in self._at], [now[place] for place in self._at])
+        places, values = ([leaves[place] for place in self._at] for leaves in (self._everything, now))
+        # a step may hand on what the carry had in another place, which is about to be overwritten
+        written = {place.untyped_storage().data_ptr() for place in places}
+        copy_all(places, [v.clone() if v.untyped_storage().data_ptr() in written else v for v in values])
 
     def _once(self, *everything: Tensor) -> list[Tensor]:
         """``_next``, compiled or not. A method: an attribute would make this object and its memory a cycle."""

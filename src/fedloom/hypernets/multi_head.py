@@ -14,11 +14,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fedloom.core.config import option
 from fedloom.core.contract import Model
@@ -205,7 +206,12 @@ def adam_step(
     for piece, grad in grads.items():
         before = states[piece]
         scaled = {name: value * scale for name, value in grad.items()}
-        stepped[piece], after = Optimiser("adam", lr).update(pieces[piece], scaled, before)
+        after = Optimiser("adam", lr).update(pieces[piece], scaled, before)
         # a change of nothing is no step
-        moved[piece] = {**after, "count": torch.where(norm > 0, after["count"], before["count"])}
+        stepped[piece], moved[piece] = _either(norm > 0, after, (pieces[piece], before))
     return stepped, moved
+
+
+def _either(which: Tensor, one: Any, other: Any) -> Any:
+    """One of two trees alike."""
+    return pytree.tree_map(lambda a, b: torch.where(which, a, b), one, other)
