@@ -223,6 +223,10 @@ class Setup(Generic[C]):
         """Where the roster has these clients: the rows of embeddings and the like."""
         return [self._row[client] for client in clients]
 
+    def __contains__(self, client: ClientId) -> bool:
+        """Whether the client is of the roster; others are newcomers."""
+        return client in self._row
+
     @cached_property
     def replay(self) -> Replayer:
         """``setup.replay(name, function, *trees)``: the function's result, on a GPU by way of a recorded graph."""

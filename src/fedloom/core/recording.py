@@ -92,7 +92,7 @@ class Replayer:
     def __call__(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``; arguments and result are trees of tensors."""
         leaves, structure = pytree.tree_flatten(arguments)
-        if not all(leaf.is_cuda for leaf in leaves) or sum(leaf.nbytes for leaf in leaves) > LARGE:
+        if not leaves or not all(leaf.is_cuda for leaf in leaves) or sum(leaf.nbytes for leaf in leaves) > LARGE:
             return function(*arguments)
         kind = (name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self.kept:

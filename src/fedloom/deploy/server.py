@@ -296,7 +296,7 @@ class Deployment(Trainer):
         self._scores = {}
         while True:
             self._gather()
-            before = dict(self.engine.memory)
+            before = self.engine.memory.copy()
             try:
                 record = super().train_round()
             except RoundError as error:
@@ -342,7 +342,7 @@ class Deployment(Trainer):
 
     def _admit_each(self, newcomers: Sequence[ClientId]) -> Sent:
         """Admit all at once; where that fails one by one, so that nobody's fault is another's."""
-        before = dict(self.engine.memory)
+        before = self.engine.memory.copy()
         try:
             sent = self.admit(newcomers)
         except Exception as error:

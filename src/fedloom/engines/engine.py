@@ -24,6 +24,7 @@ from fedloom.core.random import seed_of, stream
 from fedloom.core.recording import Replayer, to_device
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.allocator import keep_freed_memory
+from fedloom.engines.memories import Memories
 
 FEW = 1 << 24
 """Numbers that a GPU puts side by side to look through them at once: fewer kernels than tensor by tensor."""
@@ -75,7 +76,7 @@ class AbstractEngine(abc.ABC):
         self.seed = seed
         if federation.device.type == "cpu":
             keep_freed_memory()
-        self.memory: dict[ClientId, Tree] = {}
+        self.memory = Memories()
         self.books = Books()
         self.notes: list[str] = []
         self.take_over: Callable[[], None] = lambda: None

@@ -22,6 +22,7 @@ from fedloom.core.contract import Algorithm, Batch, Program
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
 from fedloom.engines.capture import Step
 from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
+from fedloom.engines.memories import Memories
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.traced import Traces
 from fedloom.engines.vectorised import Facts, Vectorised
@@ -160,7 +161,7 @@ def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[
     engine._at_work = True
     engine.begin(stage)
     remembered = PerClient([(part, tree["memory"])])
-    engine.memory = {client: remembered[client] for client in part}
+    engine.memory = Memories({client: remembered[client] for client in part})
     engine._asks, engine.notes = asks, []
     mine = PerClient([(part, tree["mine"])])
     outcomes = engine.attempt(engine._programs[which], list(part), tree["shared"], mine)

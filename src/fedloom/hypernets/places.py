@@ -22,10 +22,10 @@ GLOBAL = "global"
 
 def places_of(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, Place]:
     """Where each client's model comes from; a client that is not in the roster is a newcomer."""
-    sizes, roster = sizes_told(setup, clients), set(setup.clients)
+    sizes = sizes_told(setup, clients)
     return {
         client: setup.config.place(
-            f"vectors.{setup.rows([client])[0]}" if client in roster else f"newcomer.{client}",
+            f"vectors.{setup.rows([client])[0]}" if client in setup else f"newcomer.{client}",
             setup.models[client],
             sizes[client],
         )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedloom.core.contract import Diagnostics
 from fedloom.core.recording import Reading
-from fedloom.core.trees import ClientId, Tree
 from fedloom.engines.engine import Books
+from fedloom.engines.memories import Memories
 
 
 class Mark(NamedTuple):
@@ -18,7 +18,7 @@ class Mark(NamedTuple):
 
     round: int
     state: Any
-    memory: dict[ClientId, Tree]
+    memory: Memories
 
 
 class Begun(NamedTuple):

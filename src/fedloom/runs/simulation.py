@@ -24,6 +24,7 @@ from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.engine import AbstractEngine
+from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import cores
@@ -108,7 +109,7 @@ class Simulation(Trainer):
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """As ``Trainer.evaluate_unseen``; unseen clients come for the first time, each time."""
         remembered, unseen = self.engine.memory, set(self.federation.unseen)
-        self.engine.memory = {client: tree for client, tree in remembered.items() if client not in unseen}
+        self.engine.memory = Memories({client: tree for client, tree in remembered.items() if client not in unseen})
         try:
             return super().evaluate_unseen(split, mode, samples)
         finally:
@@ -144,7 +145,7 @@ class Simulation(Trainer):
         if getattr(self.config, "private", False):  # its noise must not follow from what others know
             options = replace(options, seed=secrets.randbits(63))
         joined.engine = _engine(options.engine, joined.federation, self.algorithm, self.config, options)
-        joined.engine.memory = dict(self.engine.memory)
+        joined.engine.memory = self.engine.memory.copy()
         return joined
 
 

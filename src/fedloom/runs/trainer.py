@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from fedloom.core.contract import Algorithm, Cohort, Sent, Setup
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.random import stream
 from fedloom.core.recording import Reading
-from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, leaves, num_bytes
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, flatten, num_bytes
 from fedloom.engines.engine import AbstractEngine
+from fedloom.engines.memories import Memories
 from fedloom.hypernets.outer import rows_as_in
 from fedloom.metrics.evaluation import Score, evaluate, with_network
 from fedloom.metrics.summary import summarise
@@ -123,7 +124,7 @@ class Trainer:
 
         ``freed``: they have had it already.
         """
-        memory = dict(start.memory)
+        memory = start.memory.copy()
         try:
             return self._run(start, trusting=False)
         except torch.OutOfMemoryError as error:
@@ -141,7 +142,7 @@ class Trainer:
     def _attempt(self, start: Mark) -> Begun | None:
         """The round after ``start``, its checks unread; None where it fails already. Now stays as it is."""
         memory = self.engine.memory
-        self.engine.memory = dict(start.memory)
+        self.engine.memory = start.memory.copy()
         try:
             return self._run(start, trusting=True)
         except Exception:
@@ -165,7 +166,8 @@ class Trainer:
         finally:
             noted += self.engine.notes[before:]  # which it notes but once, whatever becomes of this round
         check = partial(_finite, self.setup.device)
-        finite = self.setup.replay("finite state", check, dict(leaves(state._asdict())))
+        changed = _changed(start.state._asdict(), state._asdict())
+        finite = self.setup.replay("finite state", check, dict(enumerate(changed)))
         if not trusting and not bool(finite):
             raise RoundError(
                 f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
@@ -350,11 +352,11 @@ class Trainer:
 
     def mark(self) -> Mark:
         """This moment, to go back to. Trees are values, so it is no copy of them."""
-        return Mark(self.round, self.state, dict(self.engine.memory))
+        return Mark(self.round, self.state, self.engine.memory.copy())
 
     def go_back(self, mark: Mark) -> None:
         """As it was at ``mark``, whatever has begun since."""
-        self.round, self.state, self.engine.memory = mark.round, mark.state, dict(mark.memory)
+        self.round, self.state, self.engine.memory = mark.round, mark.state, mark.memory.copy()
 
     def restore(self, round: int, state: Tree, memory: Mapping[ClientId, Tree]) -> None:
         """Go back to a checkpoint; refuses one that is not of this method and federation.
@@ -381,7 +383,7 @@ class Trainer:
             self._check_fit(first, flatten(tree), list(first))  # training may have added to it
         device = self.federation.device
         self.state = self.algorithm.state(**_to(state, device))
-        self.engine.memory = {client: _to(tree, device) for client, tree in memory.items()}
+        self.engine.memory = Memories({client: _to(tree, device) for client, tree in memory.items()})
         self.round = round
 
     def _first_memory(self, model: contract.Model) -> dict[str, torch.Tensor]:
@@ -411,12 +413,24 @@ def _to(tree: Any, device: torch.device) -> Any:
     return {k: _to(v, device) for k, v in tree.items()} if isinstance(tree, Mapping) else tree.to(device)
 
 
+def _changed(before: Any, after: Any) -> Iterator[torch.Tensor]:
+    """The leaves of a tree that are others than before: in a large federation most are the same."""
+    if after is before:
+        return
+    if isinstance(after, Mapping):
+        known = before if isinstance(before, Mapping) else {}
+        for name, branch in after.items():
+            yield from _changed(known.get(name), branch)
+    else:
+        yield after
+
+
 LARGE = 1 << 24
 """Numbers of a tensor that is not looked through: a table of a million clients, which is stepped on with the rest."""
 
 
-def _finite(device: torch.device, state: Tree) -> torch.Tensor:
-    """Whether a state's numbers are finite: the largest of a tensor is not where one of them is not."""
-    numbers = [leaf for leaf in state.values() if leaf.is_floating_point() and 0 < leaf.numel() < LARGE]
+def _finite(device: torch.device, leaves: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Whether all numbers are finite: the largest of a tensor is not where one of them is not."""
+    numbers = [leaf for leaf in leaves.values() if leaf.is_floating_point() and 0 < leaf.numel() < LARGE]
     largest = torch._foreach_norm(numbers, math.inf) if numbers else [torch.zeros((), device=device)]
     return torch.stack([norm.double() for norm in largest]).isfinite().all()

@@ -30,6 +30,7 @@ from fedloom.deploy.server import Deployment
 from fedloom.engines.flower.codec import Malformed, pack, program_of
 from fedloom.engines.flower.engine import VERSION, Rules
 from fedloom.engines.flower.node import Node
+from fedloom.engines.memories import Memories
 from fedloom.hypernets.encoder import Described
 from fedloom.privacy.descriptor import private_final
 from fedloom.privacy.laplace import with_laplace_noise
@@ -153,7 +154,7 @@ def test_versions_are_never_given_twice_even_if_the_clock_goes_back(tmp_path: Pa
     first = ours.engine._new_version()
     monkeypatch.setattr("time.time_ns", lambda: 0)
     assert ours.engine._new_version() == first + 1
-    ours.engine._newest, ours.engine.memory = 0, {"0": {VERSION: torch.tensor(first + 7)}}
+    ours.engine._newest, ours.engine.memory = 0, Memories({"0": {VERSION: torch.tensor(first + 7)}})
     assert ours.engine._new_version() == first + 8
 
 
