@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
@@ -129,27 +130,28 @@ def learn(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[
     """Lines 14 to 17: one outer step on phi and on the embeddings of the active clients."""
     if not any(bool(delta.any()) for delta in deltas.values()):
         return state  # nobody has moved: nothing to learn from, and no step that AdamW should count
-    rows = setup.rows(active)
+    rows, moments = setup.rows(active), {name: state.optimiser[name] for name in ("mean", "square")}
     grads = gradient(setup.config, loom, state, rows, deltas)
-    before = {**state.loom, "embeddings": state.embeddings}
-    after, optimiser = setup.config.outer().update(before, grads, state.optimiser)
+    own = {name: {**tree, "embeddings": tree["embeddings"][rows]} for name, tree in moments.items()}
+    before = {**state.loom, "embeddings": state.embeddings[rows]}
+    after, optimiser = setup.config.outer().update(before, grads, {**state.optimiser, **own})
 
-    def for_active(new: Params, old: Params) -> Params:
-        table = old["embeddings"].clone()
-        if setup.config.embed_init != "one_hot":  # these are fixed (sec. 5.1)
-            table[rows] = new["embeddings"][rows]
-        return {**new, "embeddings": table}
+    def with_rows(table: Tensor, new: Tensor) -> Tensor:
+        fixed = setup.config.embed_init == "one_hot"  # sec. 5.1
+        return table if fixed else table.index_copy(0, torch.tensor(rows, device=table.device), new)
 
-    after = for_active(after, before)
-    moments = {name: for_active(optimiser[name], state.optimiser[name]) for name in ("mean", "square")}
+    for name, tree in moments.items():
+        table = with_rows(tree["embeddings"], optimiser[name]["embeddings"])
+        optimiser = {**optimiser, name: {**optimiser[name], "embeddings": table}}
     phi = {name: after[name] for name in state.loom}
-    return state._replace(loom=phi, embeddings=after["embeddings"], optimiser={**optimiser, **moments})
+    embeddings = with_rows(state.embeddings, after["embeddings"])
+    return state._replace(loom=phi, embeddings=embeddings, optimiser=optimiser)
 
 
 def gradient(config: Config, loom: AttentionLoom, state: State, rows: list[int], deltas: Params) -> dict[str, Tensor]:
-    """Eq. 10 and 11, as the gradient of the loss of loom and embeddings: what a descent step subtracts."""
-    before = {**state.loom, "embeddings": state.embeddings}
-    return loom.pull_back(before, rows, deltas, partial(loss_gradient, config))
+    """Eq. 10 and 11, as the gradient of the loss of loom and embeddings in ``rows``: what a descent step subtracts."""
+    before = {**state.loom, "embeddings": state.embeddings[rows]}
+    return loom.pull_back(before, deltas, partial(loss_gradient, config))
 
 
 def loss_gradient(config: Config, moved: Tensor, weights: Tensor) -> Tensor:
@@ -182,15 +184,20 @@ def warn_if_it_died(loom: AttentionLoom, cohort: Cohort, before: State, after: S
 
     A cohort without a head is not enough: another one may have some. So the whole roster is looked at, in cohorts.
     """
-    alive_before, alive_after = (
-        any(bool((loom.activations(s.loom, part) > 0).any()) for part in s.embeddings.split(len(cohort.clients)))
-        for s in (before, after)
-    )
+    alive_before, alive_after = (_any_alive(loom, state, len(cohort.clients)) for state in (before, after))
     if (alive_before or cohort.round == 1) and not alive_after:
         log.warning(
             "HyperGenFL's loom is dead: no head has a positive score, so that all clients weigh the same and nothing "
             "more is learned. Use --start alive --embed-init random."
         )
+
+
+def _any_alive(loom: AttentionLoom, state: State, size: int) -> bool:
+    """Whether a head is on for anybody in cohorts of that size, in the roster's order."""
+    whole = len(state.embeddings) // size * size
+    parts = [state.embeddings[:whole].unflatten(0, (-1, size)), state.embeddings[None, whole:]]
+    activations = vmap(partial(loom.activations, state.loom))
+    return any(bool((activations(part) > 0).any()) for part in parts if part.numel())
 
 
 CITATION = """@inproceedings{chen2025hypergenfl,

@@ -119,19 +119,19 @@ class AttentionLoom:
         return shares
 
     def pull_back(
-        self, before: Params, rows: Sequence[int], deltas: Params, loss_gradient: Callable[[Tensor, Tensor], Tensor]
+        self, before: Params, deltas: Params, loss_gradient: Callable[[Tensor, Tensor], Tensor]
     ) -> dict[str, Tensor]:
         """The gradient of a loss of the average with respect to ``before``: the loom and, in it, ``embeddings``.
 
-        ``deltas`` are the changes of the clients in ``rows``, stacked. ``loss_gradient(changes, weights)`` gives the
-        loss's slope in one layer of the average, from (active, parameters) and (active,). Weights sum to 1, so the
-        average is start + sum_c alpha_c delta_c, and the slope of alpha_c is the product of delta_c with it.
+        ``deltas`` are the changes of the clients with these embeddings, stacked. ``loss_gradient(changes, weights)``
+        gives the loss's slope in one layer of the average, from (active, parameters) and (active,). Weights sum to 1,
+        so the average is start + sum_c alpha_c delta_c, and the slope of alpha_c is the product of delta_c with it.
         """
         wanted = {name: value.detach().double().requires_grad_() for name, value in before.items()}
-        alpha = self.weights(self.activations(wanted, wanted["embeddings"][rows]))  # (active, layers)
+        alpha = self.weights(self.activations(wanted, wanted["embeddings"]))  # (active, layers)
         slopes = []
         for weights, names in zip(alpha.detach().T, self.layers.values()):
-            moved = torch.cat([deltas[name].reshape(len(rows), -1) for name in names], dim=1).double()
+            moved = torch.cat([deltas[name].reshape(len(alpha), -1) for name in names], dim=1).double()
             slopes.append(moved @ loss_gradient(moved, weights))
         grads = torch.autograd.grad(alpha, list(wanted.values()), torch.stack(slopes, dim=1))
         # where all clients look alike phi has no gradient; AdamW would divide what rounding leaves of it by its size
