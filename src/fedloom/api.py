@@ -54,6 +54,8 @@ def run(
 ) -> Run:
     """Train ``method`` and give the finished run.
 
+    torch's number of threads and its precision are set for this process, to what the run needs, and left so.
+
     Args:
         method: A name from ``fedloom methods``.
         dataset: A dataset's name, a path, ``(x, y)`` arrays, or any torch Dataset of such pairs.
@@ -426,6 +428,7 @@ def train(simulation: Trainer, directory: RunDirectory, shown: Display) -> None:
                     start = time.perf_counter()
                     record["metrics"] = simulation.metrics()
                     record["seconds"]["evaluation"] = time.perf_counter() - start
+                    record["notes"] = [*record["notes"], *simulation.evaluation_notes]
                     is_best = _better(record["metrics"], task, best)
                     if is_best:
                         best = {"round": simulation.round, **record["metrics"]}

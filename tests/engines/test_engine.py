@@ -142,6 +142,12 @@ def test_auto_on_a_gpu_and_an_engine_by_name() -> None:
     assert choose("loopback", torch.device("cpu"), [conv], 10) == ("loopback", "as asked")
     with pytest.raises(ConfigError, match="--engine parallel is for CPUs, the device is cuda"):
         choose("parallel", torch.device("cuda"), [conv], 10)
+    for name in ("vectorised", "parallel_vectorised"):
+        assert choose(name, torch.device("cpu"), [conv], 10) == (name, "as asked")
+        with pytest.raises(
+            ConfigError, match=f"--engine {name} runs many clients at once; testnets:Recurrent has oper"
+        ):
+            choose(name, torch.device("cpu"), [conv, recurrent], 10)
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "adamw"])

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import fedloom
 from fedloom import algorithms, api
 from fedloom.core.errors import RoundError
 from fedloom.core.recording import Reading
 from fedloom.core.trees import flatten
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
+from fedloom.engines.vectorised import Vectorised
 from fedloom.runs.simulation import Simulation
 
 SMALL = {"clients": 4, "rounds": 6, "local_steps": 2, "model": "mlp:hidden=4", "batch_size": 8, "cohort": 2,
@@ -211,3 +214,20 @@ def test_a_server_that_runs_out_of_memory_again_gives_up(monkeypatch: pytest.Mon
     with pytest.raises(RoundError, match="Round 1 does not fit into memory"):
         short.train_round()
     assert asked == [1, 1]
+
+
+def test_what_the_engine_notes_in_an_evaluation_is_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_group = Vectorised.run_group
+
+    def cramped(self: Any, program: Any, clients: Any, *sent: Any) -> Any:
+        if len(clients) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.")
+        return run_group(self, program, clients, *sent)
+
+    monkeypatch.setattr(Vectorised, "run_group", cramped)
+    given = {"model": "mlp:hidden=3", "clients": 4, "cohort": 2, "rounds": 2, "local_steps": 1, "eval_every": 1}
+    run = fedloom.run("fedavg", **given, engine="vectorised", out=tmp_path / "run", progress="quiet")
+    note = "evaluate.{} runs at most 2 clients at a time: memory has no room for 4"
+    assert [record["notes"] for record in run.records] == [[note.format("val"), note.format("test")], []]

@@ -37,6 +37,12 @@ def choose(
             raise unknown("engine", name, ["auto", *ENGINES, "flower-sim"])
         if issubclass(ENGINES[name], AbstractParallel) and device.type != "cpu":
             raise ConfigError(f"--engine {name} is for CPUs, the device is {device}. Use vectorised, or leave it out.")
+        unfit = issubclass(ENGINES[name], Vectorised) and _unfit(models)
+        if unfit:
+            raise ConfigError(
+                f"--engine {name} runs many clients at once; {unfit.spec} has operations that cannot. Use sequential, "
+                "or leave it out."
+            )
         return name, "as asked"
     if device.type == "cpu" and cohort == 1:
         return "sequential", "a cohort of one client has nothing to batch"
@@ -46,13 +52,18 @@ def choose(
     alone = None
     if device.type == "cpu" and any(len(shape) > 2 for model in distinct for shape in model.shapes.values()):
         alone = "on a CPU, convolutions of many clients at once are no faster than one after another"
-    elif unfit := next((model for model in distinct if not batchable(model)), None):
+    elif unfit := _unfit(distinct):
         alone = f"{unfit.spec} has operations that cannot run for many clients at once"
     if alone:
         return "parallel" if workers > 1 else "sequential", alone + beside
     if device.type == "cpu":
         return "parallel_vectorised", f"on a CPU, dense models are faster in batches of a few clients{beside}"
     return "vectorised", f"on {device.type} a cohort is one batch"
+
+
+def _unfit(models: Iterable[Model]) -> Model | None:
+    distinct = {model.spec: model for model in models}.values()
+    return next((model for model in distinct if not batchable(model)), None)
 
 
 def heavy(model: Any) -> bool:

@@ -86,6 +86,8 @@ class AbstractEngine(abc.ABC):
         """Replies are taken to be finite; whether they are goes to ``doubts``, for others to read later."""
         self.doubts: list[Tensor] = []
         self.replay = Replayer(self.notes)
+        self.replays = [self.replay]
+        """Recordings besides those of steps, the server's too: what ``free_memory`` can give back."""
         self._room: dict[tuple[str, Hashable], int] = {}
         self._position = {client: row for row, client in enumerate(federation.roster)}
         self._stage: int | str = 0

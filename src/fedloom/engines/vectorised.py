@@ -72,7 +72,8 @@ class Vectorised(AbstractEngine):
         if self.federation.device.type != "cuda":
             return False
         self._recordings.kept.clear()
-        self.replay.kept.clear()
+        for replay in self.replays:
+            replay.kept.clear()
         gc.collect()
         torch.cuda.empty_cache()
         return True

@@ -74,6 +74,7 @@ class Trainer:
             federation.dtype,
         )
         self.setup.replay.notes = engine.notes
+        engine.replays.append(self.setup.replay)
         violations = algorithm.needs.violations(self.setup, algorithm.name)
         if violations:
             raise NeedsError(" ".join(violations))
@@ -81,6 +82,8 @@ class Trainer:
         self.round = 0
         self._memories: dict[Any, dict[str, torch.Tensor]] = {}
         self._ahead: Begun | None = None
+        self.evaluation_notes: Sequence[str] = ()
+        """What the engine noted in the last ``metrics``."""
         self._noted: dict[int, list[str]] = {}  # by the engine in a round to come, whether that was given up or not
         self._read = 0.0  # when the last round's numbers were there (``time.perf_counter``)
 
@@ -163,11 +166,10 @@ class Trainer:
         since = time.perf_counter()
         try:
             state, diagnostics = self.algorithm.round(self.setup, start.state, cohort, self.engine.ask)
+            changed = _changed(start.state._asdict(), state._asdict())
+            finite = self.setup.replay("finite state", partial(_finite, self.setup.device), dict(enumerate(changed)))
         finally:
             noted += self.engine.notes[before:]  # which it notes but once, whatever becomes of this round
-        check = partial(_finite, self.setup.device)
-        changed = _changed(start.state._asdict(), state._asdict())
-        finite = self.setup.replay("finite state", check, dict(enumerate(changed)))
         if not trusting and not bool(finite):
             raise RoundError(
                 f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
@@ -247,6 +249,7 @@ class Trainer:
 
     def metrics(self) -> dict[str, float]:
         """The named numbers of an evaluation on validation and test data."""
+        before = len(self.engine.notes)
         self.settle()
         clients = self.setup.clients
         if 0 < self.options.eval_clients < len(clients):
@@ -258,6 +261,7 @@ class Trainer:
             found |= summarise(self.evaluate(part, clients), self.setup.task, "participants", part)
         if self.options.adapt != "none":
             found |= summarise(self._evaluate_plain("val", clients), self.setup.task, "participants", "val", "plain")
+        self.evaluation_notes = self.engine.notes[before:]
         return found
 
     def _evaluate_plain(self, split: str, clients: Sequence[ClientId]) -> dict[ClientId, Score]:
