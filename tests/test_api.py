@@ -442,7 +442,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
     "NaN": (lambda x, y: (x / 0 * 0, y), "Got samples with NaN or infinite values; remove or replace them."),
     "fewer labels": (lambda x, y: (x, y[:-1]), "Got labels of shape"),
     "labels with another axis": (lambda x, y: (x, y[:, None]), "Got labels of shape"),
-    "a class too many": (lambda x, y: (x, y * 0 + 10), "expected whole numbers from 0 to 9, as in this federation."),
+    "a class too many": (lambda x, y: (x, y * 0 + 10), "expected whole numbers from 0 to 9, as in this federation"),
     "a negative class": (lambda x, y: (x, y * 0 - 2), "Got labels from -2 to -2; expected whole numbers from 0 to 9"),
     "half a class": (lambda x, y: (x, y * 0 + 0.5), "Got labels from 0.5 to 0.5; expected whole numbers"),
     "NaN for a class": (lambda x, y: (x, y / 0), "Got labels with NaN or infinite values"),

@@ -578,7 +578,8 @@ def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
     if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
-            f"as in this federation{'' if lowest == 0 else ', or -1 where a label is not known'}."
+            "as in this federation"
+            + (", as the method trains on them." if lowest == 0 else ", or -1 where a label is not known.")
         )
     return whole
 
