@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import fedloom
 from fedloom import algorithms, api
+from fedloom.core import recording
 from fedloom.core.errors import RoundError
-from fedloom.core.recording import Reading
+from fedloom.core.recording import Reading, Replayer
 from fedloom.core.trees import flatten
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
@@ -231,3 +233,36 @@ def test_what_the_engine_notes_in_an_evaluation_is_in_the_record(
     run = fedloom.run("fedavg", **given, engine="vectorised", out=tmp_path / "run", progress="quiet")
     note = "evaluate.{} runs at most 2 clients at a time: memory has no room for 4"
     assert [record["notes"] for record in run.records] == [[note.format("val"), note.format("test")], []]
+
+
+class Replayed:
+    """In the place of a recording, where there is no GPU: the function of the first call, on copies of new values."""
+
+    def __init__(self, function: Any, leaves: Any, structure: Any, pool: Any) -> None:
+        self.function, self.structure = function, structure
+
+    def __call__(self, leaves: Any) -> Any:
+        return self.function(*pytree.tree_unflatten([leaf.clone() for leaf in leaves], self.structure))
+
+
+@pytest.mark.parametrize("method", algorithms.names())
+def test_what_is_recorded_is_fixed_by_its_name_and_its_shapes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording does again what it did at first, to other numbers: nothing else may have changed."""
+    mixed = {} if algorithms.get(method).needs.same_model else {"model": "mlp:hidden=4,mlp:hidden=3"}
+    given = {"clients": 6, "cohort": 3, "rounds": 8, "unseen": 2, **mixed}
+    ends = []
+    for replayed in (False, True):
+        if replayed:
+            monkeypatch.setattr(Replayer, "pays", lambda self, leaves: bool(leaves))
+            monkeypatch.setattr(recording, "Recording", Replayed)
+        built = simulation(method, ahead=True, **given)
+        for _ in range(8):
+            built.train_round()
+        assert built.looks_ahead
+        unseen = built.evaluate_unseen() if built.algorithm.admit else {}
+        ends.append({**everything(built), **{k: torch.tensor(v) for k, v in (built.metrics() | unseen).items()}})
+        made = [*built.engine.replay.kept.values(), *built.setup.replay.kept.values()]
+        assert bool(made) == replayed and None not in made
+    assert ends[0].keys() == ends[1].keys()
+    for path, value in ends[0].items():
+        torch.testing.assert_close(ends[1][path], value, rtol=0, atol=1e-6)

@@ -92,7 +92,7 @@ class Replayer:
     def __call__(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)``; arguments and result are trees of tensors."""
         leaves, structure = pytree.tree_flatten(arguments)
-        if not leaves or not all(leaf.is_cuda for leaf in leaves) or sum(leaf.nbytes for leaf in leaves) > LARGE:
+        if not self.pays(leaves):
             return function(*arguments)
         kind = (name, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self.kept:
@@ -113,6 +113,11 @@ class Replayer:
                 del self.kept[oldest]
         recording = self.kept[kind] = self.kept.pop(kind)
         return function(*arguments) if recording is None else recording(leaves)
+
+    def pays(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether a recording is worth having: on a GPU, and where arguments are not large."""
+        on_gpu = bool(leaves) and all(leaf.is_cuda for leaf in leaves)
+        return on_gpu and sum(leaf.nbytes for leaf in leaves) <= LARGE
 
 
 class Recording:
