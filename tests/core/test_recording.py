@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from fedloom.core import recording
 from fedloom.core.recording import Replayer
@@ -82,3 +83,19 @@ def test_on_a_gpu_large_arguments_are_not_copied(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             assert replay("f", torch.neg, torch.ones(size, device="cuda")).tolist() == [-1.0] * size
         assert len(replay.kept) == kept
+
+
+def test_the_same_leaves_in_other_places_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replayed:
+        def __init__(self, function, leaves, structure, pool) -> None:
+            self.function, self.structure = function, structure
+
+        def __call__(self, leaves):
+            return self.function(*pytree.tree_unflatten(leaves, self.structure))
+
+    monkeypatch.setattr(Replayer, "pays", lambda self, leaves: True)
+    monkeypatch.setattr(recording, "Recording", Replayed)
+    replay, one, two = Replayer(), torch.ones(()), torch.tensor(2.0)
+    for given in ({"a": one, "b": two}, {"a": one, "b": two}, {"b": two, "a": one}):
+        assert float(replay("f", lambda tree: 10 * tree["a"] + tree["b"], given)) == 12
+    assert len(replay.kept) == 1

@@ -112,7 +112,9 @@ class Replayer:
             for oldest in list(self.kept)[:-KEPT]:
                 del self.kept[oldest]
         recording = self.kept[kind] = self.kept.pop(kind)
-        return function(*arguments) if recording is None else recording(leaves)
+        if recording is None or recording.structure != structure:  # the same leaves in other places
+            return function(*arguments)
+        return recording(leaves)
 
     def pays(self, leaves: Sequence[Tensor]) -> bool:
         """Whether a recording is worth having: on a GPU, and where arguments are not large."""
@@ -126,7 +128,7 @@ class Recording:
     def __init__(
         self, function: Callable[..., Any], leaves: Sequence[Tensor], structure: pytree.TreeSpec, pool: Pool
     ) -> None:
-        self._inputs = Slots(leaves)
+        self.structure, self._inputs = structure, Slots(leaves)
         self._inputs.fill(leaves)
         arguments = pytree.tree_unflatten(self._inputs.places, structure)
         stream = torch.cuda.Stream()
