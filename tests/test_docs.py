@@ -9,7 +9,7 @@ changes that::
     <!-- needs: cifar10 -->             skipped unless FEDLOOM_DATA has that dataset
     <!-- not run: needs a GPU -->       never run; the reason is for readers
 
-A page with the comment ``<!-- slow -->`` trains for a quarter of a minute or more, and is left to the slow tests.
+A page with the comment ``<!-- slow -->`` trains for many seconds, and is left to the slow tests.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def test_what_a_page_shows_runs(page: Path, folder: Path, monkeypatch: pytest.Mo
                 call(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example: Path, folder: Path) -> None:
     runpy.run_path(str(example), run_name="__main__")

@@ -63,6 +63,7 @@ def small(recipe: Any, **options: Any) -> Any:
     return replace(recipe, rows=tuple(rows), options=shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_row_runs(path: Path, tmp_path: Path) -> None:
     recipe = small(recipes.read(path))

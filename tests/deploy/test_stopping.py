@@ -106,6 +106,7 @@ def test_a_shell_with_the_same_home_is_not_ours(tmp_path: Path) -> None:
             other.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP"], ["SIGINT"], ["SIGINT", "SIGINT"], ["SIGTERM", "SIGINT"]])
 def test_nothing_is_left_after_a_signal_and_a_second_one_hurries(signals: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), STUBBORN]

@@ -249,14 +249,14 @@ class Replayed:
 def test_what_is_recorded_is_fixed_by_its_name_and_its_shapes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording does again what it did at first, to other numbers: nothing else may have changed."""
     mixed = {} if algorithms.get(method).needs.same_model else {"model": "mlp:hidden=4,mlp:hidden=3"}
-    given = {"clients": 6, "cohort": 3, "rounds": 8, "unseen": 2, **mixed}
+    given = {"clients": 6, "cohort": 3, "rounds": 5, "unseen": 2, **mixed}
     ends = []
     for replayed in (False, True):
         if replayed:
             monkeypatch.setattr(Replayer, "pays", lambda self, leaves: bool(leaves))
             monkeypatch.setattr(recording, "Recording", Replayed)
         built = simulation(method, ahead=True, **given)
-        for _ in range(8):
+        for _ in range(5):
             built.train_round()
         assert built.looks_ahead
         unseen = built.evaluate_unseen() if built.algorithm.admit else {}
