@@ -30,6 +30,12 @@ def write_run(path: Path, best: float = 0.5, *, finished: bool = True, unseen: o
     return path
 
 
+def test_counts_that_could_be_shares_are_written_as_counts(tmp_path: Path) -> None:
+    for number in (0.25, 4.0):
+        write_run(tmp_path / str(number), cohort=number)
+    assert [str(row.options["cohort"]) for row in compare([tmp_path]).rows] == ["0.25", "4"]
+
+
 def test_seeds_make_one_row_with_mean_and_spread(tmp_path):
     """0.4 and 0.6: the mean is 0.5, the standard deviation sqrt(0.01 + 0.01) = 0.1414."""
     for seed, best in enumerate((0.4, 0.6)):

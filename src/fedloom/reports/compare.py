@@ -105,7 +105,7 @@ def _unlike(runs: Sequence[_Finished], differing: set[str]) -> str:
     parts = []
     for name in FEDERATION:
         if name in differing:
-            seen = dict.fromkeys(str(run.config[name]) for run in runs if name in run.config)
+            seen = dict.fromkeys(str(_plain(run.config[name])) for run in runs if name in run.config)
             parts.append(f"{name} ({', '.join(seen)})")
     if not parts:
         return ""
@@ -119,7 +119,12 @@ def _method(run: _Finished) -> str:
 
 
 def _compared(run: _Finished) -> dict[str, Any]:
-    return {name: value for name, value in run.config.items() if name not in NOT_COMPARED}
+    return {name: _plain(value) for name, value in run.config.items() if name not in NOT_COMPARED}
+
+
+def _plain(value: Any) -> Any:
+    """A count that could have been a share is written as a count."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> set[str]:
