@@ -38,7 +38,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
@@ -184,20 +183,13 @@ def warn_if_it_died(loom: AttentionLoom, cohort: Cohort, before: State, after: S
 
     A cohort without a head is not enough: another one may have some. So the whole roster is looked at, in cohorts.
     """
-    alive_before, alive_after = (_any_alive(loom, state, len(cohort.clients)) for state in (before, after))
+    size = len(cohort.clients)
+    alive_before, alive_after = (loom.is_alive(state.loom, state.embeddings, size) for state in (before, after))
     if (alive_before or cohort.round == 1) and not alive_after:
         log.warning(
             "HyperGenFL's loom is dead: no head has a positive score, so that all clients weigh the same and nothing "
             "more is learned. Use --start alive --embed-init random."
         )
-
-
-def _any_alive(loom: AttentionLoom, state: State, size: int) -> bool:
-    """Whether a head is on for anybody in cohorts of that size, in the roster's order."""
-    whole = len(state.embeddings) // size * size
-    parts = [state.embeddings[:whole].unflatten(0, (-1, size)), state.embeddings[None, whole:]]
-    activations = vmap(partial(loom.activations, state.loom))
-    return any(bool((activations(part) > 0).any()) for part in parts if part.numel())
 
 
 CITATION = """@inproceedings{chen2025hypergenfl,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import vmap
 
 from fedloom.core.config import option
 from fedloom.core.errors import ConfigError
@@ -111,6 +113,13 @@ class AttentionLoom:
         for i in range(self.attention_layers):
             x = x + self._attend(params, f"attention.{i}", x)
         return F.linear(torch.softmax(x, dim=-1), params["head.weight"], params["head.bias"])
+
+    def is_alive(self, params: Params, embeddings: Tensor, size: int) -> bool:
+        """Whether a head is on for anybody, in cohorts of that size."""
+        whole = len(embeddings) // size * size
+        parts = [embeddings[:whole].unflatten(0, (-1, size)), embeddings[None, whole:]]
+        activations = vmap(partial(self.activations, params))
+        return any(bool((activations(part) > 0).any()) for part in parts if part.numel())
 
     def weights(self, activations: Tensor) -> Tensor:
         """The rest of eq. 5, and eq. 6: the clients' shares of the scores, for each layer."""
