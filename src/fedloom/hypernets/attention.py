@@ -116,8 +116,9 @@ class AttentionLoom:
 
     def is_alive(self, params: Params, embeddings: Tensor, size: int) -> bool:
         """Whether a head is on for anybody, in cohorts of that size."""
-        whole = len(embeddings) // size * size
-        parts = [embeddings[:whole].unflatten(0, (-1, size)), embeddings[None, whole:]]
+        number = len(embeddings) // size
+        whole, rest = embeddings[: number * size], embeddings[number * size :]
+        parts = [whole.reshape(number, size, embeddings.shape[1]), rest[None]]
         activations = vmap(partial(self.activations, params))
         return any(bool((activations(part) > 0).any()) for part in parts if part.numel())
 
