@@ -88,13 +88,12 @@ class Recordings:
         self._uses[kind] += 1
         if steps < MIN_RECORDED_STEPS and (steps == 1 or self._uses[kind] == 1):
             return None
-        expected = self._uses[kind] * rounds[1] / max(1, rounds[0])  # more uses; asks of mixed cohorts are seldom alike
-        settled = self._uses[kind] >= 3 and rounds[0] >= 3 and kind not in self._judged  # how often it comes is known
-        if settled and ways:
+        if self._uses[kind] >= 3 and rounds[0] >= 3 and kind not in self._judged:  # how often it comes is known
             self._judged.add(kind)
-        if settled and ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
-            self.kept.pop(kind, None)  # to be recorded anew
-            ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
+            expected = self._uses[kind] * rounds[1] / rounds[0]  # more uses; asks of mixed cohorts are seldom alike
+            if ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
+                self.kept.pop(kind, None)  # to be recorded anew
+                ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
         while ways:
             made = self.kept.pop(kind, None)
             try:
