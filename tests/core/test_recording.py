@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 from fedloom.core import recording
 from fedloom.core.recording import Replayer
+from tiny import Replayed
 
 
 def test_without_a_gpu_the_function_is_called_every_time() -> None:
@@ -86,13 +86,6 @@ def test_on_a_gpu_large_arguments_are_not_copied(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_same_leaves_in_other_places_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Replayed:
-        def __init__(self, function, leaves, structure, pool) -> None:
-            self.function, self.structure = function, structure
-
-        def __call__(self, leaves):
-            return self.function(*pytree.tree_unflatten(leaves, self.structure))
-
     monkeypatch.setattr(Replayer, "pays", lambda self, leaves: True)
     monkeypatch.setattr(recording, "Recording", Replayed)
     replay, one, two = Replayer(), torch.ones(()), torch.tensor(2.0)

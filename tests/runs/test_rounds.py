@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import fedloom
 from fedloom import algorithms, api
@@ -21,6 +20,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
 from fedloom.engines.vectorised import Vectorised
 from fedloom.runs.simulation import Simulation
+from tiny import Replayed
 
 SMALL = {"clients": 4, "rounds": 6, "local_steps": 2, "model": "mlp:hidden=4", "batch_size": 8, "cohort": 2,
          "eval_every": 4, "engine": "vectorised"}  # fmt: skip
@@ -233,16 +233,6 @@ def test_what_the_engine_notes_in_an_evaluation_is_in_the_record(
     run = fedloom.run("fedavg", **given, engine="vectorised", out=tmp_path / "run", progress="quiet")
     note = "evaluate.{} runs at most 2 clients at a time: memory has no room for 4"
     assert [record["notes"] for record in run.records] == [[note.format("val"), note.format("test")], []]
-
-
-class Replayed:
-    """In the place of a recording, where there is no GPU: the function of the first call, on copies of new values."""
-
-    def __init__(self, function: Any, leaves: Any, structure: Any, pool: Any) -> None:
-        self.function, self.structure = function, structure
-
-    def __call__(self, leaves: Any) -> Any:
-        return self.function(*pytree.tree_unflatten([leaf.clone() for leaf in leaves], self.structure))
 
 
 @pytest.mark.parametrize("method", algorithms.names())
