@@ -52,6 +52,21 @@ class Optimiser:
             grads = tree_map(lambda g, p: torch.add(g, p, alpha=self.weight_decay), grads, params)
         return self._sgd(params, grads, state) if self.name == "sgd" else self._adam(params, grads, state)
 
+    def update_in_place(self, params: Params, grads: Params, state: Tree) -> tuple[Params, Tree]:
+        """``update`` of SGD by few kernels, for a GPU: ``params`` and ``state`` are overwritten, and returned."""
+        if self.name != "sgd":
+            raise NotImplementedError(f"only sgd has steps in place, not {self.name}")
+        changes = [grad.contiguous() for grad in grads.values()]
+        if self.clip:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(changes)))
+            changes = list(torch._foreach_mul(changes, (self.clip / (norm + 1e-6)).clamp(max=1.0)))
+        torch._fused_sgd_(
+            list(params.values()), changes, [state["momentum"][name] for name in params] if self.momentum else [],
+            lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
+        return params, state
+
     def coast(self, values: Tensor, momentum: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a table and of its momentum after ``steps`` (rows,) steps of SGD without a gradient.
 

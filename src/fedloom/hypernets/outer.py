@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.core.contract import Setup
 from fedloom.core.optim import Optimiser
-from fedloom.core.recording import to_device
+from fedloom.core.recording import copy_all, to_device
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.hypernets.weaving import Loom, pull_back
 
@@ -125,14 +125,20 @@ def outer_steps(
     turns = [list(range(len(places)))]  # who steps together
     if setup.config.server_step == "per_client":
         turns = [[i] for i in sorted(range(len(places)), key=lambda i: setup.rows([clients[i]]))]
+    number = {i: number for number, turn in enumerate(turns) for i in turn}  # of the step that a row takes
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
+    # on a GPU many small kernels cost more than copies for the steps to overwrite
+    step = outer.update_in_place if table.is_cuda else outer.update
 
     def all_steps(phi: Params, moving: Params, rows: Tree, deltas: Sequence[Tree]) -> Any:
-        values, speeds, waited = (list(rows[part].split(1)) for part in ("values", "speeds", "waited"))
-        for number, turn in enumerate(turns):
-            v, speed = (torch.cat([table[i] for i in turn]) for table in (values, speeds))
-            if learned:
-                v, speed = outer.coast(v, speed, torch.cat([waited[i] for i in turn]) + number)
+        if table.is_cuda:
+            phi, moving = _copies(phi), _copies(moving)
+        parts = rows["values"], rows["speeds"]
+        if learned:
+            parts = outer.coast(*parts, rows["waited"])
+        values, speeds = (list(part.split(1)) for part in parts)
+        for turn in turns:
+            v, speed = (torch.cat([part[i] for i in turn]) for part in (values, speeds))
             changes: list[tuple[Sequence[ClientId], Tree]]
             changes = [([clients[i]], {"delta": _row(deltas[places[i][0]], places[i][1])}) for i in turn]
             if len(turns) == 1:
@@ -140,7 +146,7 @@ def outer_steps(
             grads, v_grad = pull_back(setup, loom, phi, v, [clients[i] for i in turn], PerClient(changes))
             moved = {**grads, "embeddings": v_grad if learned else torch.zeros_like(v_grad)}
             before = {"momentum": {**moving, "embeddings": speed}} if outer.momentum else {}
-            after, state = outer.update({**phi, "embeddings": v}, moved, before)
+            after, state = step({**phi, "embeddings": v}, moved, before)
             now = state.get("momentum", {"embeddings": speed})
             phi, moving = {n: after[n] for n in phi}, {n: now[n] for n in moving}
             for i, own, own_speed in zip(turn, after["embeddings"].split(1), now["embeddings"].split(1)):
@@ -149,18 +155,23 @@ def outer_steps(
 
     at = to_device(setup.rows(clients), table.device)
     before = _read(table, memory, at)
-    rows = {"values": before["values"], "speeds": before["speeds"], "waited": memory["steps"] - before["seen"]}
+    steps = memory["steps"] + to_device([number[i] for i in range(len(places))], table.device)
+    rows = {"values": before["values"], "speeds": before["speeds"], "waited": steps - before["seen"]}
     moving = {name: value for name, value in momentum.items() if name != "embeddings"}
     name = ("outer steps", learned, tuple(map(tuple, turns)), tuple(str(setup.models[c].spec) for c in clients))
     deltas = [tree["delta"] for _, tree in replies.groups]
     phi, moving, values, speeds = setup.replay(name, all_steps, phi, moving, rows, deltas)
-    taken = {i: number + 1 for number, turn in enumerate(turns) for i in turn}
-    seen = memory["steps"] + to_device([taken[i] for i in range(len(places))], table.device)
     memory = {**memory, "steps": memory["steps"] + len(turns)}
     if outer.momentum:
         memory["momentum"] = {**moving, "embeddings": momentum["embeddings"]}
-    after = {**({"values": values} if learned else {}), "speeds": speeds, "seen": seen}
+    after = {**({"values": values} if learned else {}), "speeds": speeds, "seen": steps + 1}
     return phi, *_write(table, memory, at, after)
+
+
+def _copies(params: Params) -> dict[str, Tensor]:
+    copies = {name: torch.empty_like(value) for name, value in params.items()}
+    copy_all(list(copies.values()), list(params.values()))
+    return copies
 
 
 def _row(tree: Tree, row: int) -> Any:
