@@ -206,7 +206,7 @@ def kernels(options: argparse.Namespace) -> None:
         weight = torch.randn(clients, outputs, inputs, size, size, device=DEVICE, dtype=dtype)
 
         def own(x: Tensor, weight: Tensor, split: str = "tf32" if precision == "tf32" else "tf32x3") -> Tensor:
-            return convolution(x, weight, 0, 0, split)
+            return convolution(x, weight, None, 0, 0, split)
 
         true = passes(torch.conv2d, layer, x.double(), weight.double(), out.double())
         line = f"{layer:8s}{precision:10s}{clients:7d}"

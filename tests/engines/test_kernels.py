@@ -34,18 +34,24 @@ SHAPES = [
 ]
 
 
-def _tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     clients, batch, inputs, height, width, outputs, high, wide, _, _ = shape
     torch.manual_seed(0)
     x = torch.randn(clients, batch, inputs, height, width, device="cuda", dtype=dtype)
-    return x, torch.randn(clients, outputs, inputs, high, wide, device="cuda", dtype=dtype)
+    weight = torch.randn(clients, outputs, inputs, high, wide, device="cuda", dtype=dtype)
+    return x, weight, 10 * torch.randn(clients, outputs, device="cuda", dtype=dtype)
 
 
-def _results(convolve: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.tanh(convolve(x, weight) / 50).sum()
+def _results(convolve: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def loss(*tensors: Tensor) -> Tensor:
+        return torch.tanh(convolve(*tensors) / 50).sum()
 
-    return (vmap(convolve)(x, weight), *vmap(grad(loss, argnums=(0, 1)))(x, weight))
+    return (vmap(convolve)(*tensors), *vmap(grad(loss, argnums=tuple(range(len(tensors)))))(*tensors))
+
+
+def _own(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y: Tensor = kernels.convolution(x, weight, bias, 0, 0, "tf32x3")
+    return y
 
 
 def _error(found: tuple[Tensor, ...], true: tuple[Tensor, ...]) -> list[float]:
@@ -60,22 +66,19 @@ def _error(found: tuple[Tensor, ...], true: tuple[Tensor, ...]) -> list[float]:
 def test_values_and_gradients_are_those_of_conv2d(
     shape: tuple[int, ...], dtype: torch.dtype, precision: str, bound: float
 ) -> None:
-    x, weight = _tensors(shape, dtype)
+    tensors = _tensors(shape, dtype)
     up, side = shape[-2:]
-    true = _results(lambda x, w: torch.conv2d(x, w, padding=(up, side)), x.double(), weight.double())
-    own = _results(lambda x, w: kernels.convolution(x, w, up, side, precision), x, weight)
+    true = _results(lambda *given: torch.conv2d(*given, padding=(up, side)), *(one.double() for one in tensors))
+    own = _results(lambda *given: kernels.convolution(*given, up, side, precision), *tensors)
     assert max(_error(own, true)) < bound
-    alone = [kernels.convolution(one, w, up, side, precision) for one, w in zip(x, weight)]
+    alone = [kernels.convolution(*given, up, side, precision) for given in zip(*tensors)]
     assert max(_error((torch.stack(alone),), true)) < bound
 
 
 def test_stacks_of_stacks_shared_weights_and_second_derivatives() -> None:
-    x, weight = _tensors((6, 2, 3, 8, 8, 4, 3, 3, 0, 0), torch.float32)
+    x, weight, _ = _tensors((6, 2, 3, 8, 8, 4, 3, 3, 0, 0), torch.float32)
 
-    def own(x: Tensor, weight: Tensor) -> Tensor:
-        return kernels.convolution(x, weight, 0, 0, "tf32x3")
-
-    def results(convolve: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> list[Tensor]:
+    def results(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor) -> list[Tensor]:
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             return torch.tanh(vmap(convolve, in_dims=(0, None))(x, weight) / 20).sum()
 
@@ -88,16 +91,16 @@ def test_stacks_of_stacks_shared_weights_and_second_derivatives() -> None:
         return [*vmap(grad(loss, argnums=(0, 1)))(*by_pairs), *twice, turned]
 
     true = results(torch.conv2d, x.double(), weight.double())
-    assert max(_error(tuple(results(own, x, weight)), tuple(true))) < 1e-5
+    assert max(_error(tuple(results(_own, x, weight)), tuple(true))) < 1e-5
 
 
 def test_exact_kernels_are_as_exact_as_the_librarys() -> None:
     set_precision("exact")
     for shape in SHAPES[:2]:
-        x, weight = _tensors(shape, torch.float32)
-        true = _results(torch.conv2d, x.double(), weight.double())
-        own = _results(lambda x, w: kernels.convolution(x, w, 0, 0, "tf32x3"), x, weight)
-        for mine, theirs in zip(_error(own, true), _error(_results(torch.conv2d, x, weight), true)):
+        tensors = _tensors(shape, torch.float32)
+        true = _results(torch.conv2d, *(one.double() for one in tensors))
+        library = _error(_results(torch.conv2d, *tensors), true)
+        for mine, theirs in zip(_error(_results(_own, *tensors), true), library):
             assert mine < 2 * theirs
 
 
@@ -105,9 +108,8 @@ def test_they_are_used_where_they_gain_and_not_where_they_are_not_wanted() -> No
     set_precision("exact")
 
     def called(dtype: torch.dtype, own_kernels: bool = True) -> set[str]:
-        x, weight = _tensors(SHAPES[0], dtype)
         with faster_for(50, own_kernels):
-            traced = make_fx(lambda x, w: _results(torch.conv2d, x, w))(x, weight)
+            traced = make_fx(lambda *given: _results(torch.conv2d, *given))(*_tensors(SHAPES[0], dtype))
         return {str(node.target) for node in traced.graph.nodes}
 
     own = {"fedloom.convolve.default", "fedloom.convolve_by_weight.default"}

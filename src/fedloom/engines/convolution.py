@@ -81,11 +81,10 @@ class Faster(TorchFunctionMode):
             from fedloom.engines.kernels import convolution  # imports Triton, which only this needs
 
             precision = "tf32" if torch.get_float32_matmul_precision() == "high" else "tf32x3"
-            y = convolution(input, weight, *_pair(padding), precision)
-        elif inputs * high * wide >= self.min_inputs:
-            y = _as_products(self.parts, input, weight, *_pair(padding))
-        else:
+            return convolution(input, weight, bias, *_pair(padding), precision)
+        if inputs * high * wide < self.min_inputs:
             return None
+        y = _as_products(self.parts, input, weight, *_pair(padding))
         return y if bias is None else y + bias[:, None, None]
 
 

@@ -40,9 +40,9 @@ def _taps(x, at, there, i, j, k, K: tl.constexpr, H: tl.constexpr, W: tl.constex
 
 
 @triton.jit
-def _convolve(x, weight, y, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr,
+def _convolve(x, weight, bias, y, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr,
               KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, SIDE: tl.constexpr, PRECISION: tl.constexpr,
-              PIXELS: tl.constexpr, TAPS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+              BIASED: tl.constexpr, PIXELS: tl.constexpr, TAPS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
     """PIXELS pixels of OUTPUTS channels of one client."""
     OH: tl.constexpr = H + 2 * UP - KH + 1
     OW: tl.constexpr = W + 2 * SIDE - KW + 1
@@ -62,6 +62,8 @@ def _convolve(x, weight, y, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W
             x + client * (B * C * H * W), b * (C * H * W) + i * W + j, there, i, j, k, K, H, W, KH, KW, UP, SIDE
         )
         sums = tl.dot(part, taps, sums, input_precision=PRECISION)
+    if BIASED:
+        sums += tl.load(bias + client * OUT + o, mask=o < OUT, other=0.0).to(tl.float32)[:, None]
     places = (b * (OUT * OH * OW) + r)[None, :] + o[:, None] * (OH * OW)
     tl.store(
         y + client * (B * OUT * OH * OW) + places, sums.to(y.dtype.element_ty), mask=there[None, :] & (o < OUT)[:, None]
@@ -102,22 +104,23 @@ def _by_weight(x, grad, sums_of_parts, parts, pixels, B: tl.constexpr, C: tl.con
 
 
 @torch.library.custom_op("fedloom::convolve", mutates_args=())
-def convolve(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, up: int, side: int, precision: str) -> Tensor:
     """(clients, batch, inputs, ...) and (clients, outputs, inputs, high, wide) -> (clients, batch, outputs, ...)."""
     (clients, batch, inputs, height, width), (_, outputs, _, high, wide) = x.shape, weight.shape
-    y: Tensor = _convolved(x, weight, up, side, precision)
+    y: Tensor = _convolved(x, weight, bias, up, side, precision)
     pixels, tile = y[0, :, 0].numel(), _tile(outputs)
     large, small = {"PIXELS": 128, "TAPS": 16}, {"PIXELS": 64, "TAPS": 32}
     how: dict[str, Any] = large if clients * pixels >= FILLED * large["PIXELS"] else small
     _convolve[(triton.cdiv(pixels, how["PIXELS"]), clients, triton.cdiv(outputs, tile))](
-        x.contiguous(), weight.contiguous(), y, batch, inputs, height, width, outputs, high, wide, up, side, precision,
-        OUTPUTS=tile, **how, num_warps=4, num_stages=3,
+        x.contiguous(), weight.contiguous(), weight if bias is None else bias.contiguous(), y, batch, inputs, height,
+        width, outputs, high, wide, up, side, precision, BIASED=bias is not None, OUTPUTS=tile, **how, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     return y
 
 
 @convolve.register_fake
-def _convolved(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, up: int, side: int, precision: str) -> Tensor:
     height, width = x.shape[3] + 2 * up - weight.shape[3] + 1, x.shape[4] + 2 * side - weight.shape[4] + 1
     return x.new_empty(x.shape[0], x.shape[1], weight.shape[1], height, width)
 
@@ -156,9 +159,10 @@ def _tiles(outputs: int, taps: int) -> int:
     return number
 
 
-def convolution(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, up: int, side: int, precision: str) -> Tensor:
     """``conv2d`` with stride 1 for one client; under ``vmap``, for a stack of them at once."""
-    y: Tensor = _Stacked.apply(x[None], weight[None], up, side, precision)[0]
+    biases = None if bias is None else bias[None]
+    y: Tensor = _Stacked.apply(x[None], weight[None], biases, up, side, precision)[0]
     return y
 
 
@@ -166,13 +170,13 @@ class _Stacked(torch.autograd.Function):
     """Of stacks. Another ``vmap`` makes them longer, so that the result can be differentiated and mapped again."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
-        y: Tensor = convolve(x, weight, up, side, precision)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+        y: Tensor = convolve(x, weight, bias, *how)
         return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        x, weight, *ctx.how = inputs
+        x, weight, _, *ctx.how = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
@@ -180,11 +184,13 @@ class _Stacked(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         by_x = _back(grad, weight, *ctx.how) if ctx.needs_input_grad[0] else None
         by_weight = _ByWeight.apply(x, grad, *ctx.how) if ctx.needs_input_grad[1] else None
-        return by_x, by_weight, None, None, None
+        by_bias = grad.sum((1, 3, 4)) if ctx.needs_input_grad[2] else None
+        return by_x, by_weight, by_bias, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, int]:
-        y = _Stacked.apply(_stacked(x, dims[0], info), _stacked(weight, dims[1], info), *how)
+    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> tuple[Tensor, int]:
+        biases = None if bias is None else _stacked(bias, dims[2], info)
+        y = _Stacked.apply(_stacked(x, dims[0], info), _stacked(weight, dims[1], info), biases, *how)
         return y.unflatten(0, (info.batch_size, -1)), 0
 
 
@@ -205,7 +211,7 @@ class _ByWeight(torch.autograd.Function):
     def backward(ctx: Any, weight: Tensor) -> Any:
         x, grad = ctx.saved_tensors
         by_x = _back(grad, weight, *ctx.how) if ctx.needs_input_grad[0] else None
-        by_grad = _Stacked.apply(x, weight, *ctx.how) if ctx.needs_input_grad[1] else None
+        by_grad = _Stacked.apply(x, weight, None, *ctx.how) if ctx.needs_input_grad[1] else None
         return by_x, by_grad, None, None, None
 
     @staticmethod
@@ -217,7 +223,7 @@ class _ByWeight(torch.autograd.Function):
 def _back(grad: Tensor, weight: Tensor, up: int, side: int, precision: str) -> Tensor:
     """The gradient by the input."""
     turned = weight.flip(3, 4).transpose(1, 2)
-    y: Tensor = _Stacked.apply(grad, turned, weight.shape[3] - 1 - up, weight.shape[4] - 1 - side, precision)
+    y: Tensor = _Stacked.apply(grad, turned, None, weight.shape[3] - 1 - up, weight.shape[4] - 1 - side, precision)
     return y
 
 
