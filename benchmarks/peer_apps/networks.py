@@ -33,8 +33,8 @@ class LeNet(nn.Module):
         self.fc1, self.fc2, self.fc3 = nn.Linear(512, 120), nn.Linear(120, 84), nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(torch.relu(self.conv1(x)))
-        x = self.pool(torch.relu(self.conv2(x)))
+        x = torch.relu(self.pool(self.conv1(x)))
+        x = torch.relu(self.pool(self.conv2(x)))
         return self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1))))))
 
 

@@ -315,3 +315,20 @@ def test_dropout_under_vmap_draws_for_each_client(network: Network) -> None:
     logits = vmap(model, randomness="different")(x)
     assert logits.shape == (3, 2, 4)
     assert not torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("network", [*LENETS, ZenkeNet, VGG8], ids=network_id)
+def test_relu_before_the_pool_as_papers_have_it_would_give_the_same_bits(network: Network) -> None:
+    torch.manual_seed(0)
+    model = network(CIFAR, 10).eval()
+    x = torch.randn(8, *CIFAR).round()  # many values are alike
+
+    def values_and_gradients() -> list[Tensor]:
+        model.zero_grad()
+        logits = model(x)
+        logits.sum().backward()
+        return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    after = values_and_gradients()
+    model.pool = nn.Sequential(nn.ReLU(), model.pool)  # and after it once more, which changes nothing
+    assert all(torch.equal(one, other) for one, other in zip(values_and_gradients(), after))
