@@ -16,7 +16,9 @@ from fedloom.engines.traced import Traces
 
 
 @pytest.mark.parametrize("method", algorithms.names())
-@pytest.mark.parametrize("model", ["mlp:hidden=5", "testnets:Normed", "testnets:Dropping"])
+@pytest.mark.parametrize(
+    "model", ["mlp:hidden=5", "testnets:Normed", pytest.param("testnets:Dropping", marks=pytest.mark.slow)]
+)
 def test_traced_steps_give_the_same_bits(method: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     _same_bits(method, model, "parallel_vectorised", 3, monkeypatch)
@@ -41,7 +43,8 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
     federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
     runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._traced.values()
     code = next(iter(runs)).__self__.code
-    assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 4
+    # of four; the one before the dense layers sees other shapes than these
+    assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 3
 
 
 @pytest.mark.parametrize(
