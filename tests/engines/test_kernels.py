@@ -37,6 +37,7 @@ SHAPES = [
     (3, 1, 20, 7, 7, 70, 3, 3, 1, 1),
     (2, 3, 5, 6, 6, 300, 3, 3, 1, 1),  # more channels than one tile
     (2, 33, 64, 8, 8, 64, 3, 3, 4, 0),  # padded by more than the kernel takes off
+    (4, 64, 16, 12, 12, 64, 3, 3, 1, 1),  # many channels, and enough of them to keep a GPU busy
 ]
 
 

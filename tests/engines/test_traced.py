@@ -43,7 +43,8 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
     federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
     runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._traced.values()
     code = next(iter(runs)).__self__.code
-    # of four; the one before the dense layers sees other shapes than these
+    # of four each: the last pool leaves one pixel, so that its layout is not a convolution's, and what the dense layers
+    # hand back to it is a view
     assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 3
 
 

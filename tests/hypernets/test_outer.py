@@ -14,6 +14,7 @@ from fedloom.algorithms.pfedhn import embeddings_of
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten, signature
 from fedloom.core.wire import decode, encode
+from fedloom.engines.auto import ENGINES
 from fedloom.hypernets import outer
 
 PFEDHN = algorithms.get("pfedhn")
@@ -45,6 +46,27 @@ def test_rows_beside_the_table_give_the_bits_of_rows_in_it(options: dict[str, An
     one, other = (embeddings_of(p.setup, p.state, p.setup.clients) for p in (expected, found))
     assert torch.equal(one, other)
     assert not torch.equal(found.state.embeddings, expected.state.embeddings)  # the last rows are not in it yet
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc", "it_pfl_hn"])
+@pytest.mark.parametrize("step", ["per_client", "cohort_mean"])
+@pytest.mark.parametrize("options", [{}, {"server_momentum": 0.0, "server_weight_decay": 0.0}, {"server_clip": 0.01}])
+def test_steps_in_place_as_on_a_gpu_give_the_same_and_leave_the_state_before(
+    method: str, step: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, federation = algorithms.get(method), small_federation(("lenet:kernels=2", "mlp:hidden=5"))
+    cohorts = [["0", "1", "2"], ["1", "3", "4"], ["2", "0"]]
+    plain = play(algorithm, federation, rounds=3, cohorts=cohorts, server_step=step, **options)
+    monkeypatch.setattr(outer, "IN_PLACE", ("cpu",))
+    state = algorithm.init(plain.setup)
+    engine = ENGINES["sequential"](federation, algorithm, plain.setup.config, seed=0)
+    for number, cohort in enumerate(cohorts, start=1):
+        before, kept = state, copied(state)
+        engine.begin(number)
+        state, _ = algorithm.round(plain.setup, state, Cohort(number, tuple(cohort)), engine.ask)
+        assert all(torch.equal(leaf, kept[path]) for path, leaf in flatten(before._asdict()).items())
+    for path, leaf in flatten(plain.state._asdict()).items():
+        torch.testing.assert_close(flatten(state._asdict())[path], leaf, rtol=0, atol=1e-12)
 
 
 def test_the_table_is_copied_only_when_there_is_no_room_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

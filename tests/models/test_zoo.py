@@ -317,17 +317,19 @@ def test_dropout_under_vmap_draws_for_each_client(network: Network) -> None:
     assert not torch.equal(logits[0], logits[1])
 
 
-@pytest.mark.parametrize("network", [*LENETS, ZenkeNet, VGG8], ids=network_id)
-def test_relu_before_the_pool_as_papers_have_it_would_give_the_same_bits(network: Network) -> None:
+@pytest.mark.parametrize(
+    ("network", "shape"), [(n, CIFAR) for n in (*LENETS, ZenkeNet, VGG8)] + [(n, (3, 50)) for n in LENETS]
+)
+def test_relu_before_the_pool_as_papers_have_it_would_give_the_same(network: Network, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model = network(CIFAR, 10).eval()
-    x = torch.randn(8, *CIFAR).round()  # many values are alike
+    model = network(shape, 10).eval()
+    x = torch.randn(8, *shape)
+    x[:4] = x[:4].mean(dim=tuple(range(2, x.dim())), keepdim=True)  # where all pixels are alike, so is what is pooled
+    x.requires_grad_()
 
     def values_and_gradients() -> list[Tensor]:
-        model.zero_grad()
         logits = model(x)
-        logits.sum().backward()
-        return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+        return [logits, *torch.autograd.grad(logits.sum(), [x, *model.parameters()])]
 
     after = values_and_gradients()
     model.pool = nn.Sequential(nn.ReLU(), model.pool)  # and after it once more, which changes nothing

@@ -56,7 +56,7 @@ class Optimiser:
         """``update`` of SGD by few kernels, for a GPU: ``params`` and ``state`` are overwritten, and returned."""
         if self.name != "sgd":
             raise NotImplementedError(f"only sgd has steps in place, not {self.name}")
-        changes = [grad.contiguous() for grad in grads.values()]
+        changes = [grads[name].contiguous() for name in params]
         if self.clip:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(changes)))
             changes = list(torch._foreach_mul(changes, (self.clip / (norm + 1e-6)).clamp(max=1.0)))

@@ -105,7 +105,10 @@ def _by_weight(x, grad, sums_of_parts, parts, pixels, B: tl.constexpr, C: tl.con
 
 @torch.library.custom_op("fedloom::convolve", mutates_args=())
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, up: int, side: int, precision: str) -> Tensor:
-    """(clients, batch, inputs, ...) and (clients, outputs, inputs, high, wide) -> (clients, batch, outputs, ...)."""
+    """(clients, batch, inputs, ...) and (clients, outputs, inputs, high, wide) -> (clients, batch, outputs, ...).
+
+    ``bias``: (clients, outputs).
+    """
     (clients, batch, inputs, height, width), (_, outputs, _, high, wide) = x.shape, weight.shape
     y: Tensor = _convolved(x, weight, bias, up, side, precision)
     pixels, tile = y[0, :, 0].numel(), _tile(outputs)

@@ -241,10 +241,10 @@ def _units(shape: tuple[int, ...]) -> int:
 
 
 def _convolutions(shape: tuple[int, ...]) -> nn.Module:
-    """Those of ``zoo.lenet``: 5x5, 16 and 32 channels, each with ReLU and a pool; padded where a side is short."""
+    """Those of ``zoo.lenet``: 5x5, 16 and 32 channels, each with a pool and ReLU; padded where a side is short."""
     padding = 2 if min(shape[1:]) < 16 else 0
     conv, halve = (nn.Conv2d, nn.MaxPool2d) if len(shape) == 3 else (nn.Conv1d, nn.MaxPool1d)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise((shape[0], KERNELS, 2 * KERNELS)):
-        layers += [conv(inputs, outputs, 5, padding=padding), nn.ReLU(), halve(2)]
+        layers += [conv(inputs, outputs, 5, padding=padding), halve(2), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten())

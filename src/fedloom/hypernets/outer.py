@@ -29,6 +29,9 @@ LARGE = 1 << 22
 ROOM = 4096
 """Rows that lie beside a large table: more of them cost time in every round, fewer make for more copies."""
 
+IN_PLACE = ("cuda",)
+"""Devices where a step's many small kernels cost more than copies of the loom for all steps to overwrite."""
+
 
 def begin_outer(outer: Optimiser, phi: Params, table: Tensor, *, learned: bool = True) -> Tree:
     """The state of the outer optimiser before the first step."""
@@ -127,11 +130,11 @@ def outer_steps(
         turns = [[i] for i in sorted(range(len(places)), key=lambda i: setup.rows([clients[i]]))]
     number = {i: number for number, turn in enumerate(turns) for i in turn}  # of the step that a row takes
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
-    # on a GPU many small kernels cost more than copies for the steps to overwrite
-    step = outer.update_in_place if table.is_cuda else outer.update
+    in_place = table.device.type in IN_PLACE
+    step = outer.update_in_place if in_place else outer.update
 
     def all_steps(phi: Params, moving: Params, rows: Tree, deltas: Sequence[Tree]) -> Any:
-        if table.is_cuda:
+        if in_place:
             phi, moving = _copies(phi), _copies(moving)
         parts = rows["values"], rows["speeds"]
         if learned:
@@ -169,7 +172,7 @@ def outer_steps(
 
 
 def _copies(params: Params) -> dict[str, Tensor]:
-    copies = {name: torch.empty_like(value) for name, value in params.items()}
+    copies = {name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in params.items()}
     copy_all(list(copies.values()), list(params.values()))
     return copies
 

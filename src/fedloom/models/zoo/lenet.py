@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three LeNet-style networks: two convolutions, each with ReLU and a max-pool, then fully connected layers.
 
-``lenet``, of pFedHN (Shamsian et al., 2021; order of the layers checked against the authors' code, and the
-layers have the same names): 5x5 convolutions of 16 and 32 channels without padding, then 120, 84 and the
-outputs. 121,182 parameters on CIFAR-10. The paper's S/M/L budgets are ``kernels`` = 8/16/32.
+``lenet``, of pFedHN (Shamsian et al., 2021; layers checked against the authors' code, and they have the same
+names): 5x5 convolutions of 16 and 32 channels without padding, then 120, 84 and the outputs. 121,182
+parameters on CIFAR-10. The paper's S/M/L budgets are ``kernels`` = 8/16/32.
 
 ``lenet_s``, of HyperFedZero, whose text says only that LeNet-S is "a smaller version of LeNet, with reduced
 hidden layer dimensions". Our reading: the small MNIST LeNet common in hypernetwork code (hypnettorch's
@@ -30,7 +30,7 @@ from fedloom.models.zoo._shapes import check_grid, check_widths
 
 
 class _TwoConvs(nn.Module):
-    """The shared first half: conv, ReLU, pool, twice, then flatten."""
+    """The shared first half: conv, pool, ReLU, twice, then flatten."""
 
     name: ClassVar[str]
     kernel_size: ClassVar[int] = 5
@@ -52,7 +52,7 @@ class _TwoConvs(nn.Module):
             self.num_features *= ((size - lost) // 2 - lost) // 2
 
     def features(self, x: Tensor) -> Tensor:
-        # ReLU after the pool: the same bits, since it keeps the order, from a quarter of the work
+        # papers have ReLU before the pool: equal values and gradients, since it keeps the order, for more work
         x = F.relu(self.pool(self.conv1(x)))
         x = F.relu(self.pool(self.conv2(x)))
         return x.flatten(1)  # (B, num_features)

@@ -42,7 +42,7 @@ class VGG8(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        # ReLU after the pool: the same bits from a quarter of the work
+        # ReLU after the pool, not before: equal values and gradients for a quarter of the work
         x = F.relu(self.pool(self.conv2(F.relu(self.conv1(x)))))  # (B, 16, H/2, W/2)
         x = F.relu(self.pool(self.conv4(F.relu(self.conv3(x)))))  # (B, 32, H/4, W/4)
         x = F.relu(self.pool(self.conv6(F.relu(self.conv5(x)))))  # (B, 64, H/8, W/8)

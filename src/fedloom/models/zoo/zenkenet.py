@@ -46,7 +46,7 @@ class ZenkeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.conv1(x))
-        # ReLU after the pool: the same bits from a quarter of the work
+        # ReLU after the pool, not before: equal values and gradients for a quarter of the work
         x = self.drop_conv(F.relu(self.pool(self.conv2(x))))  # (B, 32, (H-2)/2, (W-2)/2)
         x = F.relu(self.conv3(x))
         x = self.drop_conv(F.relu(self.pool(self.conv4(x))))
