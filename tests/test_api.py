@@ -691,7 +691,7 @@ def test_a_run_in_which_everybody_fails(tmp_path: Path, method: str, engine: str
     options = {**TINY, "rounds": 9, "local_lr": 1e30, "clip": 0.0, "engine": engine, "local_steps": 4}
     told = refused(RoundError, lambda: fedloom.run(method, out=path, **options))
     assert told.startswith("No client of ")
-    assert "replied with NaN or Inf. The last checkpoint is intact: mend the cause, then resume." in told
+    assert "replied with NaN or Inf. The last checkpoint is intact: mend the cause, then resume; other rates" in told
     directory = RunDirectory.open(path)
     done = directory.checkpoints()[-1]
     assert [record["round"] for record in directory.records()] == list(range(1, done + 1))

@@ -45,9 +45,12 @@ def unknown(what: str, got: str, choices: Iterable[str]) -> ConfigError:
 
     >>> str(unknown("method", "pfedhm", ["pfedhn", "fedavg"]))
     "Unknown method 'pfedhm'; did you mean 'pfedhn'? Choose from: fedavg, pfedhn."
+    >>> str(unknown("method", "SCAFFOLD", ["pfedhn", "scaffold"]))
+    "Unknown method 'SCAFFOLD'; did you mean 'scaffold'? Choose from: pfedhn, scaffold."
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(str(got), known, n=3, cutoff=0.6)
+    near = [name for name in known if name.lower() == str(got).lower()]
+    near = near or difflib.get_close_matches(str(got), known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else "."
     shown = ", ".join(known[:40]) + (f" and {len(known) - 40} more" if len(known) > 40 else "")
     return ConfigError(f"Unknown {what} {got!r}{hint} Choose from: {shown}.")

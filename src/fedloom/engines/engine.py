@@ -125,7 +125,8 @@ class AbstractEngine(abc.ABC):
             last = self.books.dropped[-1]
             raise RoundError(
                 f"No client of {len(mine)} gave a usable reply to {program.name} ({self._stage_name()}); the last one, "
-                f"{last.client}, {last.reason}. The last checkpoint is intact: mend the cause, then resume."
+                f"{last.client}, {last.reason}. The last checkpoint is intact: mend the cause, then resume; other "
+                "rates need a new run."
             )
         return self._merge(usable)
 
