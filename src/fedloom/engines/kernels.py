@@ -111,13 +111,13 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, up: int, side: int,
     """
     (clients, batch, inputs, height, width), (_, outputs, _, high, wide) = x.shape, weight.shape
     y: Tensor = _convolved(x, weight, bias, up, side, precision)
-    pixels, tile = y[0, :, 0].numel(), _tile(outputs)
+    pixels, each, tile = y[0, :, 0].numel(), 64, _tile(outputs)
     # the fastest of 16 ways for a LeNet's layers with 1, 10 and 50 clients; 64 channels need four warps' registers
-    busy = clients * pixels >= FILLED * 64
+    busy = clients * pixels >= FILLED * each
     warps = 2 if busy and x.dtype == torch.float32 and tile <= 32 else 4
-    _convolve[(triton.cdiv(pixels, 64), clients, triton.cdiv(outputs, tile))](
+    _convolve[(triton.cdiv(pixels, each), clients, triton.cdiv(outputs, tile))](
         x.contiguous(), weight.contiguous(), weight if bias is None else bias.contiguous(), y, batch, inputs, height,
-        width, outputs, high, wide, up, side, precision, BIASED=bias is not None, PIXELS=64, OUTPUTS=tile,
+        width, outputs, high, wide, up, side, precision, BIASED=bias is not None, PIXELS=each, OUTPUTS=tile,
         TAPS=16 if busy else 32, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return y

@@ -128,7 +128,7 @@ def outer_steps(
     turns = [list(range(len(places)))]  # who steps together
     if setup.config.server_step == "per_client":
         turns = [[i] for i in sorted(range(len(places)), key=lambda i: setup.rows([clients[i]]))]
-    number = {i: number for number, turn in enumerate(turns) for i in turn}  # of the step that a row takes
+    turn_of = {i: number for number, turn in enumerate(turns) for i in turn}
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
     in_place = table.device.type in IN_PLACE
     step = outer.update_in_place if in_place else outer.update
@@ -158,7 +158,7 @@ def outer_steps(
 
     at = to_device(setup.rows(clients), table.device)
     before = _read(table, memory, at)
-    steps = memory["steps"] + to_device([number[i] for i in range(len(places))], table.device)
+    steps = memory["steps"] + to_device([turn_of[i] for i in range(len(places))], table.device)
     rows = {"values": before["values"], "speeds": before["speeds"], "waited": steps - before["seen"]}
     moving = {name: value for name, value in momentum.items() if name != "embeddings"}
     name = ("outer steps", learned, tuple(map(tuple, turns)), tuple(str(setup.models[c].spec) for c in clients))
