@@ -91,9 +91,8 @@ def test_steps_in_place_equal_those_of_torch(optimiser: Optimiser) -> None:
     params, grads = params_and_grads(0)
     wanted, own, state = torchs(optimiser, params, grads), params, optimiser.init(params)
     for grad in grads:
-        grad["weight"] = (
-            grad.pop("weight").T.contiguous().T
-        )  # laid out otherwise than what it moves, and in another place
+        # laid out otherwise than what it moves, and in another place
+        grad["weight"] = grad.pop("weight").T.contiguous().T
         before = {name: value.clone() for name, value in grad.items()}
         params, state = optimiser.update_in_place(params, grad, state)
         assert all(torch.equal(grad[name], before[name]) for name in grad)
