@@ -26,6 +26,8 @@ from fedloom.clients.partition import partition
 from fedloom.core.contract import Cohort, Setup
 from fedloom.core.task import CLASSIFICATION
 from fedloom.engines import traced, vectorised
+from fedloom.engines.machine import Machine
+from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import ParallelVectorised
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -73,24 +75,25 @@ def main() -> None:
     algorithm = algorithms.get("fedavg")
     config = algorithm.config(local_steps=STEPS, batch_size=BATCH, local_lr=0.05, momentum=0, weight_decay=0, clip=0)
     setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0)
-    engine = ParallelVectorised(federation, algorithm, config, 0)
-    engine.processes = 1
-    engine.part_size = lambda group: clients
-    state = algorithm.init(setup)
+    engine = ParallelVectorised(federation, algorithm, config, 0, Machine(workers=1))
+    engine.part_size = lambda job: clients
+    state, memory = algorithm.init(setup), Memories()
 
     def one_round(number: int) -> None:
-        engine.begin(number)
-        algorithm.round(setup, state, Cohort(number, federation.participants), engine.ask)
+        nonlocal memory
+        session = engine.session(number, memory)
+        algorithm.round(setup, state, Cohort(number, federation.participants), session.ask)
+        memory = session.memory
 
     for number in range(3):  # until steps are traced
         one_round(number)
-    with timed(engine, "run_part") as parts_of_rounds, timed(vectorised, "_gather") as gathered:
+    with timed(engine.inner, "run_group") as parts_of_rounds, timed(vectorised, "_gather") as gathered:
         rounds = []
         for number in range(3, 3 + chosen.rounds):
             start = time.thread_time()
             one_round(number)
             rounds.append(time.thread_time() - start)
-    (run,) = engine._traces._traced.values()
+    (run,) = engine.inner._traces._traced.values()
     assert run is not None
     given = [leaf.clone() for leaf in _arguments(run, engine, one_round)]
     images, weights = torch.randn(clients, BATCH, 784), torch.randn(clients, 100, 784)
@@ -119,7 +122,7 @@ def _products(images: Tensor, weights: Tensor, slopes: Tensor) -> None:
 def _arguments(run: traced.Run, engine: ParallelVectorised, one_round: Callable[[int], None]) -> list[Tensor]:
     """What the traced step is called with."""
     met: list[Any] = []
-    kinds = engine._traces._traced
+    kinds = engine.inner._traces._traced
     before = dict(kinds)
     kinds.update({kind: lambda *given: met.append(given) or run(*given) for kind in kinds})
     one_round(0)

@@ -24,6 +24,7 @@ from fedloom.clients.partition import partition
 from fedloom.core.contract import Cohort, Setup
 from fedloom.core.task import CLASSIFICATION
 from fedloom.engines.auto import ENGINES, choose
+from fedloom.engines.memories import Memories
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -44,11 +45,13 @@ def contenders(model_name: str, clients: int, steps: int, batch: int) -> tuple[d
     state = algorithm.init(setup)
 
     def with_engine(name: str) -> Callable[[int], None]:
-        engine = ENGINES[name](federation, algorithm, config, 0)
+        engine, memory = ENGINES[name](federation, algorithm, config, 0), Memories()
 
         def one_round(number: int) -> None:
-            engine.begin(number)
-            algorithm.round(setup, state, Cohort(number, federation.participants), engine.ask)
+            nonlocal memory
+            session = engine.session(number, memory)
+            algorithm.round(setup, state, Cohort(number, federation.participants), session.ask)
+            memory = session.memory
 
         return one_round
 

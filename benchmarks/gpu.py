@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom import algorithms
-from fedloom.api import parse_options
 from fedloom.clients.federation import federate
 from fedloom.clients.partition import partition
 from fedloom.core.contract import Cohort, Setup
@@ -35,11 +34,13 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.data.registry import load
 from fedloom.engines import capture
 from fedloom.engines.convolution import MANY, why_no_kernels
+from fedloom.engines.machine import Machine, set_precision
+from fedloom.engines.memories import Memories
 from fedloom.engines.vectorised import Vectorised
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.runs.machine import set_precision
-from fedloom.runs.simulation import Simulation
+from fedloom.training.config import parse_options
+from fedloom.training.simulation import Simulation
 
 SHAPE, CLASSES, STEPS = (3, 32, 32), 10, 50
 DEVICE = torch.device("cuda")
@@ -58,7 +59,6 @@ def fedloom_rounds(
     method: str = "pfedhn", convolutions: str = "own", **options: Any,
 ) -> tuple[Round, Vectorised]:  # fmt: skip
     """Rounds of fedloom's engine with a cohort of ``clients`` out of ``registered``."""
-    set_precision(precision)
     capture.MIN_COMPILED_STEPS = 0 if compiled else 1 << 60
     narrow = torch.bfloat16 if precision == "bf16" else None
     registered = registered or clients
@@ -71,19 +71,19 @@ def fedloom_rounds(
     if method == "pfedhn":
         options["server_lr"] = SERVER_LR
     config = algorithm.config(**{"local_steps": STEPS, "batch_size": batch, **options})
-    setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0, DEVICE)
-    engine = Vectorised(federation, algorithm, config, 0)
-    engine.rounds_left = 1
-    engine.own_kernels = convolutions == "own"
-    state = algorithm.init(setup)
+    machine = Machine(precision=precision, own_kernels=convolutions == "own")
+    engine = Vectorised(federation, algorithm, config, 0, machine)
+    setup = Setup(config, federation.participants, federation.models, CLASSIFICATION, 0, DEVICE, replay=engine.replay)
+    state, memory = algorithm.init(setup), Memories()
 
     def one_round(number: int) -> float:
-        nonlocal state
+        nonlocal state, memory
         rows = np.sort(np.random.default_rng(number).choice(registered, clients, replace=False))
-        engine.begin(number)
+        session = engine.session(number, memory, rounds_left=1)
         cohort = Cohort(number, tuple(federation.participants[row] for row in rows))
-        state, _ = algorithm.round(setup, state, cohort, engine.ask)
-        return engine.books.asking
+        state, _ = algorithm.round(setup, state, cohort, session.ask)
+        memory = session.memory
+        return session.stats.asking
 
     return one_round, engine
 
@@ -288,15 +288,16 @@ def schedule(options: argparse.Namespace) -> None:
         for way in options.ways:
             torch.compiler.reset()
             capture.MIN_COMPILED_STEPS = COMPILED if WAYS[way]["compiled"] else 1 << 60
-            given = {"clients": 50, "partition": "classes:2", "val_share": 0.2, "cohort": cohort, "device": "cuda"}
+            given = {"clients": 50, "partition": "classes:2", "val_share": 0.2, "cohort": cohort, "device": str(DEVICE)}
             given |= {"rounds": UPDATES // cohort}
             given |= {name: value for name, value in WAYS[way].items() if name != "compiled"}
             simulation = Simulation("pfedhn", *parse_options("pfedhn", given), arrays)
             taken, found = [], []
-            while simulation.round < simulation.options.rounds:
+            server = simulation.server
+            while server.round < server.options.rounds:
                 taken.append(simulation.train_round()["seconds"]["round"])
-                if simulation.round % simulation.eval_every == 0:
-                    metrics = simulation.metrics()
+                if server.round % simulation.eval_every == 0:
+                    metrics = simulation.evaluation().metrics
                     found.append([metrics[f"deployed/participants/{part}/accuracy"] for part in ("val", "test")])
             best, last = max(found)[1], found[-1][1]
             print(f"{cohort:6d}  {way:10s}{sum(taken):9.1f}{sum(taken[:10]):17.1f}"

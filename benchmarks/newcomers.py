@@ -25,15 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.adaptation import trial as tried
 from fedloom.adaptation.checks import Reference, judge, statistics
 from fedloom.adaptation.dirichlet import estimate, shares
-from fedloom.api import parse_options
 from fedloom.clients.shift import apply_shift, shifts
 from fedloom.core.random import stream
 from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.runs.files import write_file
-from fedloom.runs.simulation import Simulation
+from fedloom.training.config import parse_options
+from fedloom.training.simulation import Simulation
 
 NUMBERS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 RAW, EM, OURS, UNCALIBRATED, TRUE = "FedAvg", "plain EM", "FedAvg + prior", "without calibration", "true prior"
@@ -94,6 +95,7 @@ class Found(NamedTuple):
     slope: Tensor
     bias: Tensor
     reference: Reference
+    trial: tried.Trial
 
 
 class Clock:
@@ -126,26 +128,27 @@ def build(
 
 def train(simulation: Simulation) -> Simulation:
     """All rounds, without evaluations."""
-    while simulation.round < simulation.options.rounds:
+    while simulation.server.round < simulation.server.options.rounds:
         simulation.train_round()
     return simulation
 
 
 def score(simulation: Simulation, shift: str | None = None) -> Newcomers:
     """The plain model's scores of everything that newcomers hold, with their images shifted if so wished."""
-    federation, data = simulation.federation, simulation.arrays
+    federation, data, server = simulation.federation, simulation.arrays, simulation.server
     low, high = data.x.min(), data.x.max()
-    sent = simulation.algorithm.personalise(simulation.setup, simulation.state, federation.unseen)
+    shared, mine = server.base.send(server.setup, server.plain(server.state), federation.unseen)
     scores, labels = [], []
     for row, client in enumerate(federation.unseen):
         rows = federation.roster[client].of("all")
         x = federation.x[torch.as_tensor(rows)]
         if shift:
-            seed = simulation.options.seed * 1000 + row
+            seed = server.options.seed * 1000 + row
             x = torch.from_numpy(apply_shift(data.x[rows], shift, None, seed, low=low, high=high)).to(x)
-        home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
+        home = server.home(client)
         with torch.no_grad():
-            scores.append(simulation.base.predict(home, simulation.deployed(client, sent)["base"], x))
+            plain = server.base.client_deploy(home, shared, mine[client], server.recall(client))
+            scores.append(server.base.predict(home, plain, x))
         labels.append(federation.y[torch.as_tensor(rows)])
     pad = torch.nn.utils.rnn.pad_sequence
     return Newcomers(pad(scores, True), pad(labels, True, padding_value=-1), [len(y) for y in labels])
@@ -216,8 +219,11 @@ class Trial:
         size = mask.sum(1).to(scores.dtype)
         mean = torch.where(mask[..., None], statistics(scores), 0).sum(1) / size[:, None]
         verdict = judge(torch.zeros_like(expected), expected, mean, size, found.alpha, found.reference)
-        corrected = self.calibrate(self.raw) + torch.log(shares(verdict.counts, found.alpha))[:, None]
-        kept = self.accuracy(torch.where(verdict.keep_plain[:, None, None], self.raw, corrected))
+        part, _ = tried.trusted(found.trial, size, torch.zeros_like(size))
+        trust = torch.where(verdict.keep_plain, 0, part)[:, None, None]
+        slope = torch.where(trust > 0, found.slope, 1)
+        offset = found.bias + torch.log(shares(verdict.counts, found.alpha))
+        kept = self.accuracy(slope * self.raw + trust * offset[:, None])
         return kept, float((verdict.weight < 1).double().mean())
 
     def uncalibrated(self, number: int) -> float:
@@ -241,8 +247,8 @@ def one_seed(setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespa
         simulation = train(made)
     with clock.phase("settle"):
         simulation.settle()
-        state = simulation.state
-        found = Found(state.alpha, state.slope, state.bias, Reference(**state.reference))
+        state = simulation.server.state
+        found = Found(state.alpha, state.slope, state.bias, Reference(**state.reference), tried.Trial(**state.trial))
         labelled = float(np.mean([s.metric for s in simulation.evaluate("test").values()])) * 100
     with clock.phase("curves"):
         newcomers = score(simulation)
@@ -294,7 +300,7 @@ def references(setting: Setting, seed: int, arrays: Arrays, args: argparse.Names
             longer = replace(setting, rounds=args.rounds or 500)
             more = {"cohort": 10, "preset": preset, "finetune_after": longer.rounds * 4 // 5}
             simulation = train(build("it_pfl_hn", longer, seed, arrays, args, **more))
-            levels[name] = 100 * simulation.evaluate_unseen()["deployed/unseen/test/accuracy"]
+            levels[name] = 100 * simulation.evaluation_of_unseen().metrics["deployed/unseen/test/accuracy"]
     return levels
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from fedloom.clients.federation import Client, Federation
-from fedloom.core.contract import Algorithm, Cohort, Setup
+from fedloom.core.contract import Algorithm, Cohort, Home, Sent, ServerData, Setup
 from fedloom.core.task import CLASSIFICATION
+from fedloom.core.trees import PerClient, Tree
 from fedloom.engines.auto import ENGINES
-from fedloom.engines.engine import AbstractEngine
+from fedloom.engines.engine import AbstractEngine, Session, Stats
+from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 
@@ -54,17 +56,80 @@ def small_federation(
 
 
 class Played:
-    """A method after some rounds."""
+    """A method after some rounds: its state, what clients remember, and the stats of the last round."""
 
-    def __init__(self, setup: Setup[Any], state: Any, engine: AbstractEngine, diagnostics: list[Any]) -> None:
-        self.setup, self.state, self.engine, self.diagnostics = setup, state, engine, diagnostics
+    def __init__(
+        self, setup: Setup[Any], state: Any, engine: AbstractEngine, memory: Memories, stats: Stats | None,
+        diagnostics: list[Any],
+    ) -> None:  # fmt: skip
+        self.setup, self.state, self.engine, self.memory = setup, state, engine, memory
+        self.stats, self.diagnostics = stats, diagnostics
+        self.sent = Sent({}, PerClient.empty(()))
+        """What newcomers were sent."""
+
+    def session(self, stage: int | str) -> Session:
+        """Another stage, from here on."""
+        return self.engine.session(stage, self.memory)
+
+    def recall(self, client: str) -> Tree:
+        """What the client remembers."""
+        return self.session("recall").recall(client)
+
+    def settle(self) -> None:
+        """Bring the state into the form in which it is used, as before an evaluation."""
+        session = self.session("settling")
+        self.state, self.memory = self.engine.algorithm.settle(self.setup, self.state, session.ask), session.memory
+
+    def admit(self) -> Played:
+        """The same with the unseen clients admitted: ``deployed`` then knows them too."""
+        session, unseen = self.session("admission"), self.engine.federation.unseen
+        setup = self.setup.joined_by(self.engine.federation.models)
+        self.sent = self.engine.algorithm.admit(setup, self.state, Cohort(1, unseen), session.ask)
+        self.memory = session.memory
+        return self
+
+    def deployed(self, client: str) -> Tree:
+        """What a participant, or an admitted newcomer, deploys."""
+        algorithm = self.engine.algorithm
+        sent = algorithm.send(self.setup, self.state, [client]) if client in self.setup else self.sent
+        return algorithm.client_deploy(self.home(client), sent.shared, sent.mine[client], self.recall(client))
+
+    def home(self, client: str) -> Home:
+        """The client's surroundings."""
+        own, zero = self.engine.federation.roster[client], torch.zeros((), dtype=torch.int64)
+        samples = torch.tensor(float(len(own.rows["train"])), dtype=self.setup.dtype)
+        return Home(own.model, self.setup.task, self.setup.config, samples, zero)
 
 
-def setup_of(federation: Federation, config: Any, seed: int = 0) -> Setup[Any]:
-    """The setup for a method on a federation."""
-    return Setup(
-        config, federation.participants, federation.models, federation.task, seed, federation.device, federation.dtype
-    )
+def setup_of(
+    federation: Federation, config: Any, seed: int = 0, rounds: int = 0, server: ServerData | None = None
+) -> Setup[Any]:
+    """The setup for a method on a federation; the server has a few labelled samples of its own."""
+    own = server or server_data_like(federation, seed)
+    clients, models, task = federation.participants, federation.models, federation.task
+    return Setup(config, clients, models, task, seed, federation.device, federation.dtype, rounds, own)
+
+
+def server_data_like(federation: Federation, seed: int = 0) -> ServerData:
+    """Six samples, or fewer, with the labels of the first clients' and, of classes, with their means."""
+    y = federation.y[:6]
+    x = np.random.default_rng(seed).standard_normal((len(y), *federation.x.shape[1:])).astype(np.float32)
+    moved = 0 if y.is_floating_point() else y.reshape(-1, *[1] * (x.ndim - 1))
+    return ServerData((torch.as_tensor(x).to(federation.x) + moved).float().to(federation.x), y)
+
+
+def needed(algorithm: Algorithm) -> dict[str, Any]:
+    """The options without which a run of the method is refused."""
+    return {} if algorithm.needs.server_data == "none" else {"server_data": 0.2}
+
+
+FEW = {"pretrain_rounds": 1, "server_steps": 5, "common_rounds": 1}
+"""Options of which some methods have a great deal by default: with fewer, two rounds see all of a method."""
+
+
+def few(algorithm: Algorithm) -> dict[str, Any]:
+    """Those that the method has."""
+    return {name: value for name, value in FEW.items() if hasattr(algorithm.config, name)}
 
 
 def play(
@@ -74,25 +139,32 @@ def play(
     rounds: int = 2,
     cohorts: Sequence[Sequence[str]] | None = None,
     wrap: Any = None,
+    server: ServerData | None = None,
     **config: Any,
 ) -> Played:
-    """``rounds`` rounds with everybody or with ``cohorts``; ``wrap(ask)`` stands between method and engine."""
-    made = algorithm.config(**{"local_epochs": 2, "batch_size": 4, "local_lr": 0.05, "clip": 0.5, **config})
-    setup = setup_of(federation, made)
+    """``rounds`` rounds with everybody or with ``cohorts``; ``wrap(ask)`` stands between method and engine.
+
+    ``server`` is what the server has of its own.
+    """
+    small = {"local_epochs": 2, "batch_size": 4, "local_lr": 0.05, "clip": 0.5, **few(algorithm)}
+    made = algorithm.config(**{**small, **config})
     ran = ENGINES[engine](federation, algorithm, made, seed=0)
-    state, diagnostics = algorithm.init(setup), []
+    setup = setup_of(federation, made, rounds=rounds, server=server)
+    state, memory, stats, diagnostics = algorithm.init(setup), Memories(), None, []
     for number in range(1, rounds + 1):
         clients = cohorts[number - 1] if cohorts else federation.participants
-        ran.begin(number)
-        ask = wrap(ran.ask) if wrap else ran.ask
+        session = ran.session(number, memory)
+        ask = wrap(session.ask) if wrap else session.ask
         state, found = algorithm.round(setup, state, Cohort(number, tuple(clients)), ask)
+        memory, stats = session.memory, session.stats
         diagnostics.append(found)
-    return Played(setup, state, ran, diagnostics)
+    return Played(setup, state, ran, memory, stats, diagnostics)
 
 
 def models_for(algorithm: Algorithm, *names: str) -> tuple[str, ...]:
     """As many of ``names`` as the method can have in one federation."""
-    return names[:1] if algorithm.needs.same_model else names
+    one = algorithm.needs.same_model or algorithm.needs.features == "same"
+    return names[:1] if one else names
 
 
 @pytest.fixture

@@ -89,15 +89,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(algorithms, "__path__", list(algorithms.__path__))
-    before, members = set(sys.modules), set(vars(algorithms))
+    monkeypatch.setenv(algorithms.VARIABLE, "")
+    before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")) or name == "page":
+        file = str(getattr(sys.modules[name], "__file__", ""))
+        if str(tmp_path) in file or name in ("page", algorithms.PACKAGE):
             del sys.modules[name]
-    for name in set(vars(algorithms)) - members:
-        if str(tmp_path) in str(getattr(vars(algorithms)[name], "__file__", "")):
-            delattr(algorithms, name)
 
 
 def call(words: list[str]) -> None:
@@ -175,7 +173,7 @@ def test_the_index_links_every_page() -> None:
 
 
 def test_every_method_has_its_page_and_every_page_its_method() -> None:
-    assert {page.stem for page in METHOD_PAGES} == set(algorithms.names())
+    assert {page.stem for page in METHOD_PAGES} == set(algorithms.built_in())
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
@@ -192,7 +190,7 @@ def test_a_methods_page_names_its_own_options(page: Path) -> None:
     """Those that the method or its loom adds to local training; a variant's page refers to the other's."""
     config = algorithms.get(page.stem).config
     variant = "algorithms" in config.__bases__[0].__module__
-    parts = [part for part in config.__mro__ if part is config or ("hypernets" in part.__module__ and not variant)]
+    parts = [part for part in config.__mro__ if part is config or ("looms" in part.__module__ and not variant)]
     own = {name for part in parts for name in part.__annotations__} & {f.name for f in fields(config)}
     text = page.read_text(encoding="utf-8")
     assert not [name for name in sorted(own) if f"--{name.replace('_', '-')}" not in text]

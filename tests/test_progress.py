@@ -8,18 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from fedloom.core.errors import ConfigError
-from fedloom.progress import DISPLAYS, Json, Plain, Quiet, Rich, display
+from fedloom.progress import DISPLAYS, Headline, Json, Plain, Quiet, Rich, display
 
-SIMULATION = SimpleNamespace(
-    round=0,
-    options=SimpleNamespace(rounds=2, dataset="digits", clients=4, cohort=3, engine="vectorised", device="cpu"),
-    algorithm=SimpleNamespace(name="FedAvg"),
-    federation=SimpleNamespace(unseen=("4", "5")),
-    setup=SimpleNamespace(
-        task=SimpleNamespace(metric_name="accuracy"), architectures={"mlp": SimpleNamespace(spec="mlp:hidden=8x")}
-    ),
+RUN = Headline(
+    name="FedAvg",
+    dataset="digits",
+    clients=4,
+    cohort=3,
+    unseen=2,
+    models=("mlp:hidden=8x",),
+    engine="vectorised",
+    device="cpu",
     engine_reason="as asked",
     notes=("class 3 is held by no participant",),
+    metric="accuracy",
+    round=0,
+    rounds=2,
 )
 METRICS = {"deployed/participants/val/accuracy": 0.5, "deployed/participants/test/accuracy": 0.25}
 RECORDS = [
@@ -27,7 +31,7 @@ RECORDS = [
     {"round": 2, "diagnostics": {"local_loss": 1.0}, "dropped": [{"client": "2"}], "metrics": METRICS},
 ]
 DIRECTORY = SimpleNamespace(path="runs/x", summary=lambda: {"finished": True, "loss": float("nan")})
-HEADLINE = (
+FIRST_LINE = (
     "FedAvg on digits; 4 clients, 3 a round, 2 unseen; model mlp:hidden=8x; vectorised engine on cpu (as asked); "
     "note: class 3 is held by no participant"
 )
@@ -35,7 +39,7 @@ HEADLINE = (
 
 def play(name, records=RECORDS):
     with display(name) as screen:
-        screen.begin(SIMULATION)
+        screen.begin(RUN)
         for record in records:
             screen.update(record)
         screen.end(DIRECTORY)
@@ -46,7 +50,7 @@ def test_plain_has_a_line_per_evaluation(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        HEADLINE,
+        FIRST_LINE,
         "round 2/2: accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped so far",
         "saved in runs/x",
     ]
@@ -69,7 +73,7 @@ def test_rich_has_a_bar_and_the_newest_numbers(capsys, monkeypatch):
     play("rich")
     out, err = capsys.readouterr()
     assert out == ""
-    assert HEADLINE in err
+    assert FIRST_LINE in err
     assert "2/2" in err
     assert "accuracy val 0.5000 test 0.2500, local loss 1.0000, 2 dropped so far" in err
     assert "saved in runs/x" in err
@@ -77,7 +81,7 @@ def test_rich_has_a_bar_and_the_newest_numbers(capsys, monkeypatch):
 
 def test_rich_stops_when_a_run_fails(capsys):
     with pytest.raises(KeyboardInterrupt), display("rich") as screen:
-        screen.begin(SIMULATION)
+        screen.begin(RUN)
         screen.update(RECORDS[0])
         raise KeyboardInterrupt
     assert "1/2" in capsys.readouterr().err

@@ -136,3 +136,22 @@ def test_a_recipe_that_makes_no_sense_is_refused(text: str, sentence: str, tmp_p
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         recipes.read(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "title: t\noptions: {rounds: 1, model: 'trap:Net'}\nrows: [{name: a, method: local}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, options: {model: 'trap:Net'}}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, choose: {model: [mlp, 'trap:Net']}}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, each: {model: [mlp, 'trap:Net']}}]",
+        "title: t\nrows: [{name: a, method: local}, {name: b, of: a, options: {model: 'trap:Net'}}]",
+        "method: local\nmodel: trap:Net",
+    ],
+    ids=["options", "row", "choose", "each", "view", "config"],
+)
+def test_a_recipe_names_no_code_without_trust(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"r\.yaml names code outside of fedloom, --model trap:Net, which"):
+        recipes.read(tmp_path / "r.yaml")
+    assert recipes.read(tmp_path / "r.yaml", trust=True).rows

@@ -25,10 +25,12 @@ from fedloom.algorithms import pfedhn_pc, scaffold
 from fedloom.cli.main import main
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.core.trees import Tree, leaves
+from fedloom.engines import engine as engines
+from fedloom.engines.job import Job
 from fedloom.progress import Quiet
 from fedloom.runs import files
 from fedloom.runs.directory import RunDirectory
-from fedloom.runs.simulation import Simulation
+from fedloom.training.simulation import Simulation
 
 ROUNDS = 40
 FLAGS = "--clients 6 --rounds 40 --eval-every 2 --local-steps 2 --cohort 3 --model mlp:hidden=8 --engine sequential"
@@ -245,7 +247,7 @@ def test_an_interrupt_within_a_round_leaves_no_memory_of_half_a_round(
 ) -> None:
     """Clients run one after another, so that the first ones' memory is new when a later one is stopped."""
     module = {"scaffold": scaffold, "pfedhn_pc": pfedhn_pc}[straight.name]
-    final, ask, calls = module.client_final, api.Simulation.train_round, []
+    final, groups, calls = module.client_final, engines.groups, []
 
     def stopped(*arguments: Any) -> Any:
         calls.append(1)
@@ -253,14 +255,12 @@ def test_an_interrupt_within_a_round_leaves_no_memory_of_half_a_round(
             raise KeyboardInterrupt
         return final(*arguments)
 
-    def one_by_one(self: Simulation) -> dict[str, Any]:
+    def one_by_one(job: Job) -> list[Job]:
         """Groups of one client each: every one is remembered before the next one begins."""
-        whole = type(self.engine).groups
-        self.engine.groups = lambda mine: [[client] for group in whole(self.engine, mine) for client in group]
-        return ask(self)
+        return [group.of([client]) for group in groups(job) for client in group.clients]
 
     options = {**TINY, "engine": engine, "rounds": 5}
-    monkeypatch.setattr(Simulation, "train_round", one_by_one)
+    monkeypatch.setattr(engines, "groups", one_by_one)
     whole = api.run(straight.name, out=tmp_path / "whole", progress="quiet", **options).path
     monkeypatch.setattr(module, "client_final", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -277,7 +277,7 @@ def test_an_interrupt_within_a_round_leaves_no_memory_of_half_a_round(
 
 
 PLACES = {
-    "in an evaluation": (Simulation, "metrics", 2, 5),
+    "in an evaluation": (Simulation, "evaluation", 2, 5),
     "before a record is written": (RunDirectory, "append", 4, 3),
     "after a record was written": (Simulation, "mark", 4, 2),
     "before a checkpoint is written": (RunDirectory, "save", 2, 6),
@@ -435,12 +435,12 @@ def test_resuming_does_not_touch_torch_s_generator(tmp_path: Path) -> None:
 def test_a_large_table_goes_on_where_its_recent_rows_are_kept_otherwise(
     method: str, large: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU they lie beside the table, on a GPU in it (``hypernets.outer``)."""
+    """On a CPU they lie beside the table, on a GPU in it (``looms.outer``)."""
     straight = fedloom.run(method, out=str(tmp_path / "straight"), progress="quiet", **TINY)
-    monkeypatch.setattr("fedloom.hypernets.outer.LARGE", large[0])
+    monkeypatch.setattr("fedloom.looms.outer.LARGE", large[0])
     moved = fedloom.run(method, out=str(tmp_path / "moved"), progress="quiet", **{**TINY, "rounds": 3})
     before = bits(moved.path)
-    monkeypatch.setattr("fedloom.hypernets.outer.LARGE", large[1])
+    monkeypatch.setattr("fedloom.looms.outer.LARGE", large[1])
     api.resume(moved.path, rounds=6, progress="quiet")
     assert records(moved.path) == records(straight.path)
     after, expected = bits(moved.path), bits(straight.path)

@@ -94,3 +94,55 @@ class Hidden(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x.flatten(1))
         return self.hidden[0](x.relu()).relu() + x
+
+
+class TwiceHeaded(nn.Module):
+    """Its output layer is called twice, so that there is no one place to cut it."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(math.prod(input_shape), num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x.flatten(1)) + self.out(-x.flatten(1))
+
+
+class Pooled(nn.Module):
+    """A convolution as its output layer, and a mean over places after it."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 2, 3)
+        self.out = nn.Conv2d(2, num_outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.conv(x))).mean((2, 3))
+
+
+class WithLayer(nn.Module):
+    """FedSR's network where the representation is not random: features, a dense layer of the same size, the head."""
+
+    head = "out"
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(math.prod(input_shape), 4)
+        self.mean = nn.Linear(4, 4)
+        self.out = nn.Linear(4, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mean(F.relu(self.dense(x.flatten(1)))))
+
+
+class WithoutLayer(nn.Module):
+    """The same without the layer."""
+
+    head = "out"
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(math.prod(input_shape), 4)
+        self.out = nn.Linear(4, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.dense(x.flatten(1))))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fedloom.clients.batching import Schedule
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Program
-from fedloom.core.task import REGRESSION
+from fedloom.core.task import CLASSIFICATION, REGRESSION
 from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -82,15 +82,29 @@ def lines(
     """A regression of one value on one value: ``points[i]`` are the training samples of client i."""
     built = Model(parse(model, (1,), 1), dtype=torch.float64)
     cuts = np.cumsum([0, *(len(own) for own in points)])
-    nothing = np.arange(0)
-    roster = {
-        str(i): Client(
-            str(i), built, {"train": np.arange(a, b), "val": nothing, "test": nothing}, i >= len(points) - unseen
-        )
+    flat = torch.tensor([point for own in points for point in own], dtype=torch.float64)
+    return Federation(flat[:, :1].clone(), flat[:, 1:].clone(), REGRESSION, _roster(built, cuts, unseen))
+
+
+def labels(
+    points: Sequence[Sequence[tuple[float, int]]], model: str = "tiny:BodyAndHead", classes: int = 2, unseen: int = 0
+) -> Federation:
+    """A classification by one value: ``points[i]`` are the training samples of client i.
+
+    By ``BodyAndHead`` a sample's feature is x, and all classes have the score 2 x: each is as likely.
+    """
+    built = Model(parse(model, (1,), classes), dtype=torch.float64)
+    cuts = np.cumsum([0, *(len(own) for own in points)])
+    flat = torch.tensor([point for own in points for point in own], dtype=torch.float64)
+    return Federation(flat[:, :1].clone(), flat[:, 1].long(), CLASSIFICATION, _roster(built, cuts, unseen))
+
+
+def _roster(model: Model, cuts: np.ndarray, unseen: int) -> dict[str, Client]:
+    nothing, number = np.arange(0), len(cuts) - 1
+    return {
+        str(i): Client(str(i), model, {"train": np.arange(a, b), "val": nothing, "test": nothing}, i >= number - unseen)
         for i, (a, b) in enumerate(pairwise(cuts))
     }
-    flat = torch.tensor([point for own in points for point in own], dtype=torch.float64)
-    return Federation(flat[:, :1].clone(), flat[:, 1:].clone(), REGRESSION, roster)
 
 
 def headless(federation: Federation) -> Federation:
@@ -112,14 +126,15 @@ class Ears:
         self.up: set[str] = set()
 
     def __call__(self, ask: Any) -> Callable[..., PerClient]:
-        engine = ask.__self__
+        session = ask.__self__
 
         def heard(program: Program, shared: Tree, mine: Any) -> PerClient:
             replies = ask(program, shared, mine)
             self.programs.append(program.name)
             self.asked.append(list(mine))
             self.replies.append({client: replies[client] for client in replies})
-            self.plans.append({client: engine.schedule(program, client) for client in mine})
+            job = session.job(program, shared, PerClient.of(mine))
+            self.plans.append({client: job.schedule(client) for client in mine})
             self.down |= {path for client in mine for path in [*flatten(shared), *flatten(mine[client])]}
             self.up |= {path for client in replies for path in flatten(replies[client])}
             return replies

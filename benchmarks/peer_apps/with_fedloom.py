@@ -12,7 +12,7 @@ import torch
 from networks import options, tell
 
 import fedloom
-from fedloom.progress import Quiet
+from fedloom.progress import Headline, Quiet
 
 NAMES = {"mlp": "mlp:hidden=100", "lenet": "lenet"}
 
@@ -23,8 +23,8 @@ class Stamp(Quiet):
     def __init__(self) -> None:
         self.stamps: list[float] = []
 
-    def begin(self, simulation: Any) -> None:
-        print(f"{simulation.options.engine} engine: {simulation.engine_reason}", file=sys.stderr)
+    def begin(self, run: Headline) -> None:
+        print(f"{run.engine} engine: {run.engine_reason}", file=sys.stderr)
 
     def update(self, record: dict[str, Any]) -> None:
         self.stamps.append(time.perf_counter())

@@ -8,16 +8,21 @@
 Importing fedloom is light: torch is imported when something is computed.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.api import Admission, Run, load, resume, run
+    from fedloom.serving.join import Joined, join
 
 __version__ = "0.1.0"
-__all__ = ["Admission", "Run", "__version__", "load", "resume", "run"]
+__all__ = ["Admission", "Joined", "Run", "__version__", "join", "load", "resume", "run"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Joined", "join"):
+        module = importlib.import_module("fedloom.serving.join")
+        return getattr(module, name)
     if name in __all__:
         from fedloom import api
 

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -18,29 +16,38 @@ from torch import Tensor, nn
 from fedloom import algorithms
 from fedloom.adaptation.report import Report, report
 from fedloom.clients.federation import SPLITS
-from fedloom.core.config import build
-from fedloom.core.contract import Algorithm, predict_with_target
-from fedloom.core.errors import ConfigError, DataError, NeedsError, RoundError, RunError, unknown
+from fedloom.core.contract import predict_with_target
+from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.core.trees import ClientId, Tree
+from fedloom.core.trust import check as check_trust
 from fedloom.data.arrays import Arrays
-from fedloom.data.own import from_arrays, from_torch_dataset
 from fedloom.data.registry import load as load_data
-from fedloom.models.load import Shifted
-from fedloom.models.model import Model
-from fedloom.models.spec import parse
+from fedloom.data.samples import as_arrays, checked_labels, checked_samples
+from fedloom.models.spec import ModelSpec
 from fedloom.progress import Display, display
+from fedloom.reports.facts import facts_of
+from fedloom.reports.report import ON_DEMAND, figure, snippet
+from fedloom.reports.report import write as write_report
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export
 from fedloom.runs.files import to_json, write_file
-from fedloom.runs.machine import device_of
 from fedloom.runs.options import RunOptions
-from fedloom.runs.simulation import Simulation, flat_config, resolve, split
-from fedloom.runs.trackers import TRACKERS, tracker
-from fedloom.runs.trainer import Trainer
+from fedloom.runs.portable import SAFETENSORS
+from fedloom.runs.records import ADMISSION, MIX, short
+from fedloom.runs.trackers import TRACKERS
+from fedloom.training.admission import Newcomer, admitted, unlabelled
+from fedloom.training.config import flat_config, parse_options
+from fedloom.training.loop import train
+from fedloom.training.machine import device_of
+from fedloom.training.server import Server, method_of
+from fedloom.training.simulation import Simulation, resolve, split
 
-SAVE_SECONDS = 60.0
-"""A checkpoint is also written when this much time has passed since the last one."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PYTHON_DATA = "python"
+"""In a config file: the data came as Python objects, and must be given again."""
 
 
 def run(
@@ -77,47 +84,79 @@ def run(
     shown = display(progress) if isinstance(progress, str) else progress
     if shared.tracker and shared.tracker not in TRACKERS:
         raise unknown("tracker", shared.tracker, TRACKERS)
+    path = Path(out) if out else new_path(method, asdict(shared))
+    if shared.engine == "flower-sim":
+        return _run_on_ray(method, shared, config, path, arrays, shown)
     simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root))
-    resolved = flat_config(method, simulation.options, config)
+    server = simulation.server
+    resolved = flat_config(method, server.options, config)
     # those that are kept, the best one, and the one that is being written
-    need = (simulation.options.keep + 2) * simulation.checkpoint_bytes()
-    directory = RunDirectory.create(Path(out) if out else new_path(method, resolved), resolved, need_bytes=need)
+    need = (server.options.keep + 2) * server.checkpoint_bytes()
+    directory = RunDirectory.create(path, resolved, need_bytes=need)
     with directory.lock():
+        directory.write_roster(server.roster)
         directory.write_environment(environment(shared.seed, _device_name(simulation)))
         train(simulation, directory, shown)
-        return Run(directory, None, simulation.arrays)
+        return Run(directory, simulation.arrays, trust=True)
+
+
+def _run_on_ray(method: str, options: RunOptions, config: Any, out: Path, arrays: Arrays | None, shown: Display) -> Run:
+    if arrays is not None:
+        raise ConfigError(
+            "--engine flower-sim starts clients in processes of their own, which load the data themselves; data given "
+            "from Python cannot be had there. Save them as an .npz file and give its path."
+        )
+    try:
+        from fedloom.deploy.ray import run_on_ray
+    except ImportError as error:
+        raise NeedsError(
+            f"--engine flower-sim needs Flower, which is not installed ({error}); pip install 'fedloom[flower]'."
+        ) from error
+    return Run(run_on_ray(method, options, config, out, shown), trust=True)
 
 
 def resume(
     path: str | Path,
     *,
     dataset: Any = None,
+    data_root: str | Path | None = None,
     rounds: int | None = None,
     device: str | None = None,
     progress: str | Display = "auto",
+    force: bool = False,
+    trust: bool = False,
 ) -> Run:
     """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go.
 
-    ``device`` is for a machine that has another one than the run began on.
+    ``dataset`` and ``data_root`` are for data that have moved, and for those given from Python; other data than the
+    run's own are refused without ``force``. ``device`` is for a machine that has another one than the run began on.
+    ``force``: go on although the config, the roster, the data or the records are not those of the checkpoint. ``trust``
+    is as in ``load``.
     """
     directory = RunDirectory.open(Path(path))
     shown = display(progress) if isinstance(progress, str) else progress
     with directory.lock():
-        simulation = _rebuild(directory, dataset, rounds=rounds, device=device)
+        root = None if data_root is None else str(data_root)
+        simulation = _simulated(directory, dataset, trust, rounds=rounds, device=device, data_root=root)
+        server = simulation.server
         if directory.checkpoints():
             last = directory.load("last")
-            simulation.restore(last.round, last.state, last.memory)
-        if simulation.round > simulation.options.rounds:
+            directory.check(last.meta, force=force, data=simulation.data_digest)
+            directory.check_records(last.round, force=force)
+            server.restore(last)
+        if server.round > server.options.rounds:
             raise ConfigError(
-                f"--rounds is {simulation.options.rounds}, but {directory.path} has done {simulation.round} rounds; "
+                f"--rounds is {server.options.rounds}, but {directory.path} has done {server.round} rounds; "
                 "give a greater number, or leave it out."
             )
-        directory.update_config(rounds=simulation.options.rounds)
-        if directory.environment() is None:  # killed between writing the one and the other
-            directory.write_environment(environment(simulation.options.seed, _device_name(simulation)))
-        directory.rewind(simulation.round)
+        directory.update_config(rounds=server.options.rounds)
+        if not directory.has_roster():  # killed between writing the one and the other
+            directory.write_roster(server.roster)
+        if directory.environment() is None:
+            directory.write_environment(environment(server.options.seed, _device_name(simulation)))
+        directory.rewind(server.round)
         train(simulation, directory, shown)
-        return Run(directory, None, simulation.arrays)
+        return Run(directory, simulation.arrays, trust=True)
 
 
 def load(
@@ -126,52 +165,23 @@ def load(
     dataset: Any = None,
     which: Literal["best", "last"] | int | None = None,
     adapt: str | None = None,
+    force: bool = False,
+    trust: bool = False,
     **options: Any,
 ) -> Run:
     """A run from its directory, at its best (by validation) or last checkpoint, or at a round that was kept.
 
-    Without ``which`` it is the best; for newcomers, the last if the method serves them from there.
-    With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not. ``options`` are options
-    that matter after training, with other values than the run was trained with: ``unseen_shift="blur"``.
+    Without ``which`` it is the best; for newcomers, the last if the method serves them from there. Models, predictions,
+    exports and admissions need the run directory alone; evaluations load the data, or take ``dataset``: the same data
+    from another place or from Python, or with ``force`` others.
+    With ``adapt="prior"`` the run is adapted now, whether it was when it was trained or not: participants calibrate,
+    which takes the data. ``options`` are options that matter after training, with other values than the run was trained
+    with: ``unseen_shift="blur"``. ``force``: load although config, roster or data are not those of the checkpoint.
+    ``trust`` lets the run name code outside of fedloom, such as a network of your own, which is then imported.
     """
     directory = RunDirectory.open(Path(path))
-    return Run(directory, None, dataset, which, adapt, options)
-
-
-@dataclass
-class Admission:
-    """A newcomer's model: ``model`` is an ``nn.Module`` where the method deploys its target network."""
-
-    client: ClientId
-    simulation: Simulation
-    parameters: Tree
-
-    @property
-    def report(self) -> Report | None:
-        """What was found out about the newcomer's label shares; None for a method that is not adapted."""
-        simulation = self.simulation
-        memory, classes = simulation.engine.recall(self.client), simulation.arrays.num_classes
-        if "admission" not in memory:
-            return None
-        names = simulation.arrays.class_names or [f"class {number}" for number in range(classes)]
-        samples = len(simulation.federation.roster[self.client].rows["train"])
-        return report(memory, simulation.state.alpha, simulation.state.reference, samples, names)
-
-    @property
-    def model(self) -> nn.Module:
-        """The newcomer's own network, in evaluation mode."""
-        return _module(self.simulation, self.client, self.parameters)
-
-    def predict(self, x: np.ndarray | Tensor) -> Tensor:
-        """Outputs for samples prepared as the federation's are."""
-        return _predict(self.simulation, self.client, self.parameters, x)
-
-    def export(self, folder: str | Path, name: str = "newcomer") -> Path:
-        """Write the model as safetensors, with a loader and, if there is one, the report (JSON) beside it."""
-        path = _export(self.simulation, self.client, self.parameters, Path(folder), name)
-        if self.report:
-            write_file(path.with_suffix(".json"), to_json(self.report.as_dict(), indent=1))
-        return path
+    method_of(directory)
+    return Run(directory, dataset, which, adapt, options, force, trust)
 
 
 class Run:
@@ -180,15 +190,17 @@ class Run:
     def __init__(
         self,
         directory: RunDirectory,
-        simulation: Simulation | None,
         dataset: Any = None,
         which: Literal["best", "last"] | int | None = None,
         adapt: str | None = None,
         options: Mapping[str, Any] | None = None,
+        force: bool = False,
+        trust: bool = False,
     ) -> None:
         self.directory = directory
-        self._simulation, self._dataset, self._which = simulation, dataset, which
-        self._changes = {**(options or {}), "adapt": adapt, "device": "auto"}
+        self._dataset, self._which, self._adapt = dataset, which, adapt
+        self._force, self._trust = force, trust
+        self._options = dict(options or {})
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -216,57 +228,68 @@ class Run:
         """One record per round."""
         return self.directory.records()
 
-    @property
+    @cached_property
+    def server(self) -> Server:
+        """The run's server at the checkpoint: all that models and admissions need. It has no data."""
+        readapted = self._adapt is not None and self._adapt != self.config.get("adapt", "none")
+        if readapted or self._options:  # participants have to be asked, or something else than at training is meant
+            return self.simulation.server
+        server = Server.open(self.directory, self._checkpoint, trust=self._trust)
+        self.directory.check(self.directory.meta(server.round), force=self._force)
+        return server
+
+    @cached_property
     def simulation(self) -> Simulation:
-        """The federation with the checkpoint's state in it."""
-        if self._simulation is None:
-            self._simulation = _rebuild(self.directory, self._dataset, **self._changes)
-            which = "best" if self._which is None else self._which
-            nothing_best = which == "best" and self.directory.best_round() is None
-            checkpoint = self.directory.load("last" if nothing_best else which)
-            self._simulation.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
-            self._simulation.settle()
-        return self._simulation
+        """The federation with its data, and the checkpoint's state in it: for evaluations."""
+        changes = {**self._options, "adapt": self._adapt, "device": "auto"}
+        simulation = _simulated(self.directory, self._dataset, self._trust, **changes)
+        checkpoint = self.directory.load(self._checkpoint)
+        digests = {"data": simulation.data_digest} if not self._options else {}
+        self.directory.check(checkpoint.meta, force=self._force, **digests)
+        simulation.server.restore(checkpoint)
+        simulation.settle()
+        return simulation
+
+    @property
+    def _checkpoint(self) -> Literal["best", "last"] | int:
+        which = "best" if self._which is None else self._which
+        return "last" if which == "best" and self.directory.best_round() is None else which
 
     @cached_property
     def for_newcomers(self) -> Run:
         """This run at the checkpoint that newcomers are served from, unless one was chosen: the method says which."""
-        at = algorithms.get(self.config["method"]).newcomers_at
+        at = algorithms.get(method_of(self.directory)).newcomers_at
         if self._which is not None or at == "best":
             return self
-        return Run(self.directory, None, self._dataset, at, self._changes["adapt"], self._changes)
+        return Run(self.directory, self._dataset, at, self._adapt, self._options, self._force, self._trust)
 
     @property
     def clients(self) -> tuple[ClientId, ...]:
         """The clients that took part."""
-        return self.simulation.setup.clients
+        return self.server.setup.clients
 
     def model(self, client: ClientId | int) -> nn.Module:
-        """The network that a client deploys, with its parameters, in evaluation mode."""
-        return _module(self.simulation, self._id(client), self.parameters(client))
+        """A client's predictor as a module, with its parameters, in evaluation mode."""
+        return self.server.module(self._id(client))
 
     def parameters(self, client: ClientId | int) -> Tree:
         """What a client deploys, as a tree of tensors."""
-        return self.simulation.deployed(self._id(client))
+        return self.server.deployed(self._id(client))
 
     def predict(self, client: ClientId | int, x: np.ndarray | Tensor) -> Tensor:
         """A client's outputs for samples prepared as the federation's are."""
-        return _predict(self.simulation, self._id(client), self.parameters(client), x)
+        return self.server.predict(self._id(client), _samples(self.server, x))
 
     def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
         """Every participant's score on a split of its own data: train, val, test or all."""
-        if split not in (*SPLITS, "all"):
-            raise unknown("split", split, [*SPLITS, "all"])
-        return self.simulation.evaluate(split)
+        return self.simulation.evaluate(_checked(split))
 
     def evaluate_global(self, split: str = "test", *, unseen: bool = False) -> dict[ClientId, Any]:
         """The score of the method's global model, if it has one, on every participant's own data.
 
         ``unseen``: on the data of each client that was held out instead. Nothing is trained on them.
         """
-        if split not in (*SPLITS, "all"):
-            raise unknown("split", split, [*SPLITS, "all"])
-        return self.simulation.evaluate_global(split, unseen=unseen)
+        return self.simulation.evaluate_global(_checked(split), unseen=unseen)
 
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.
@@ -274,103 +297,142 @@ class Run:
         They are admitted with their own training data, at most ``samples`` of each client (0: all of them); or, by the
         mode, get participants' models: sampled, ensemble or nearest.
         """
-        if split not in (*SPLITS, "all"):
-            raise unknown("split", split, [*SPLITS, "all"])
-        return self.for_newcomers.simulation.evaluate_unseen(split, mode, samples)
+        simulation = self.for_newcomers.simulation
+        return simulation.evaluation_of_unseen(_checked(split), mode, samples).metrics
+
+    def mix(self, split: str = "test") -> dict[str, Any]:
+        """Every participant's output layer on every participant's body, tried on its own data (pFedHN, Fig. 3).
+
+        ``metric[i][j]`` is the output layer of ``client[i]`` on the body of ``client[j]``. Kept in the run directory.
+        """
+        scores = self.simulation.mixed(_checked(split))
+        if not scores:
+            raise RunError(f"No client of {self.path} has {split} data; choose another split.")
+        clients = list(scores)
+        found = {
+            "round": self.server.round,
+            "split": split,
+            "client": clients,
+            "samples": [scores[client][client].samples for client in clients],
+            "metric": [[short(scores[head][body].metric) for body in clients] for head in clients],
+        }
+        self.directory.write_extra(MIX, found)
+        return found
+
+    def admission_curve(self, split: str = "test") -> dict[str, Any]:
+        """How unseen clients fare while they are admitted, round by round. Kept in the run directory."""
+        run = self.for_newcomers
+        points = run.simulation.admission_curve(_checked(split))
+        if not points:
+            raise RunError(f"{self.path} held no clients out of training; run with --unseen to hold some out.")
+        found = {"round": run.server.round, "split": split, "points": points}
+        self.directory.write_extra(ADMISSION, found)
+        return found
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the run as a page: one HTML file that loads nothing. Without ``out``, ``report.html`` in the run."""
+        return write_report([self.path], None if out is None else Path(out))
+
+    def plot(self, name: str = "curves", *choices: str) -> Figure:
+        """A figure of the report, for a paper; ``choices`` as its switches have them: ``plot("curves", "seconds")``."""
+        if name in ON_DEMAND and self.directory.extra(ON_DEMAND[name]) is None:
+            self.mix() if name == "mix" else self.admission_curve()
+        return figure(self.directory, name, choices)
+
+    def _repr_html_(self) -> str:
+        return snippet(facts_of(self.directory))
 
     def admit(
         self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None = None, model: str | None = None
     ) -> Admission:
         """A model for a newcomer, from its samples, prepared as the federation's are, and their labels if any.
 
-        ``model`` is its network; without it, that of the first participant.
+        ``model`` is its network; without it, that of the first participant. Nobody else is asked anything.
         """
-        simulation, client = self.for_newcomers.simulation, "newcomer"
-        algorithm = simulation.algorithm
-        if algorithm.admit is None:
-            simulation.admit(())
-        if y is None and algorithm.admit_labels:
-            raise _unlabelled(algorithm)
-        while client in simulation.federation.roster:
-            client += "'"
-        samples = _samples(simulation, x)
-        if not len(samples):
-            raise DataError("admit got no samples; give the newcomer at least one.")
-        # labels that no program may read: any use of them as classes fails
-        shape = (len(samples), *simulation.federation.y.shape[1:])
-        labels = torch.full(shape, -1) if y is None else _labels(simulation, y, shape)
-        network: Any = simulation.federation.roster[simulation.setup.clients[0]].model
-        if model is not None:
-            spec = parse(model, network.spec.input_shape, network.spec.num_outputs)
-            network = Model(spec, network.device, network.dtype)
-        joined = simulation.joined_by(client, network, samples, labels)
-        sent = joined.admit([client])
-        return Admission(client, joined, joined.deployed(client, sent))
+        server = self.for_newcomers.server
+        return Admission(server, admitted(server, *checked_for(server, x, y), model))
 
-    def export(self, client: ClientId | int, folder: str | Path) -> Path:
-        """Write a client's parameters as safetensors, with a loader beside them."""
+    def export(self, client: ClientId | int, folder: str | Path, format: str = SAFETENSORS) -> Path:
+        """Write a client's parameters as safetensors, with a loader beside them; or its model as onnx or pt2."""
         name = self._id(client)
-        return _export(self.simulation, name, self.parameters(name), Path(folder), name)
+        return _export(self.server, self.server.setup.models[name], self.model(name), Path(folder), name, format)
 
-    def export_global(self, folder: str | Path) -> Path:
+    def export_global(self, folder: str | Path, format: str = SAFETENSORS) -> Path:
         """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
-        network, params = self.simulation.global_model(for_others=True)
-        deployed = {"params": params, "buffers": network.fresh_buffers()}
-        spec: Any = network.spec
-        return export(Path(folder), "global", deployed, spec, self.simulation.base.name, stem="global")
+        network, params = self.server.global_model(for_others=True)
+        module, spec = network.module(params, network.fresh_buffers()), cast(ModelSpec, network.spec)
+        return export(Path(folder), "global", module, spec, self.server.base.name, "global", format)
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)
-        if name in self.simulation.federation.unseen:
+        if name in self.server.unseen:
             raise NeedsError(
                 f"Client {name!r} took no part in training, so that nothing is kept for it; "
                 "use admit with its samples, or evaluate_unseen."
             )
-        if name not in self.clients:
+        if name not in self.server.setup:
             raise unknown("client", name, self.clients)
         return name
 
 
-PYTHON_DATA = "python"
-"""In a config file: the data came as Python objects, and must be given again."""
+@dataclass
+class Admission:
+    """A newcomer's model, and what was found out about the newcomer."""
+
+    server: Server
+    newcomer: Newcomer
+
+    @property
+    def client(self) -> ClientId:
+        """The newcomer's name."""
+        return self.newcomer.client
+
+    @property
+    def parameters(self) -> Tree:
+        """What the newcomer deploys, as a tree of tensors."""
+        return self.newcomer.deployed
+
+    @property
+    def report(self) -> Report | None:
+        """What was found out about the newcomer's label shares; None for a method that is not adapted."""
+        memory, roster, state = self.newcomer.memory, self.server.roster, self.server.state
+        if "admission" not in memory:
+            return None
+        return report(memory, state.alpha, state.reference, self.newcomer.samples, roster.classes)
+
+    @property
+    def model(self) -> nn.Module:
+        """The newcomer's predictor as a module, in evaluation mode."""
+        return self.server.algorithm.module(self.newcomer.home, self.parameters)
+
+    def predict(self, x: np.ndarray | Tensor) -> Tensor:
+        """Outputs for samples prepared as the federation's are."""
+        with torch.no_grad():
+            return self.server.algorithm.predict(self.newcomer.home, self.parameters, _samples(self.server, x))
+
+    def export(self, folder: str | Path, name: str = "newcomer", format: str = SAFETENSORS) -> Path:
+        """Write the model as safetensors, with a loader and, if there is one, the report (JSON) beside it.
+
+        Or as one file for other programs: onnx or pt2.
+        """
+        path = _export(self.server, self.newcomer.home.model, self.model, Path(folder), name, format)
+        if self.report:
+            write_file(path.with_suffix(".json"), to_json(self.report.as_dict(), indent=1))
+        return path
 
 
-def as_arrays(dataset: Any) -> Arrays:
-    """Arrays, an (x, y) pair or a torch Dataset as checked arrays."""
-    if isinstance(dataset, Arrays):
-        return dataset
-    if isinstance(dataset, tuple) and len(dataset) == 2:
-        x, y = (part.detach().cpu() if isinstance(part, Tensor) else part for part in dataset)
-        return from_arrays(x, y)
-    return from_torch_dataset(dataset)
-
-
-def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, Any]:
-    """The shared options and the method's config, from one flat mapping."""
-    shared_names = {field.name for field in fields(RunOptions)}
-    config_type = algorithms.get(method).config
-    own_names = {field.name for field in fields(config_type)}
-    for name in given:
-        if name not in shared_names | own_names:
-            raise unknown(f"option of {method}", name, shared_names | own_names)
-    shared = build(RunOptions, {k: v for k, v in given.items() if k in shared_names})
-    return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
-
-
-def _rebuild(
-    directory: RunDirectory,
-    dataset: Any,
-    **changes: Any,
-) -> Simulation:
+def _simulated(directory: RunDirectory, dataset: Any, trust: bool, **changes: Any) -> Simulation:
+    """The simulation that a run directory describes, before any round; ``changes`` are options with other values."""
     given = dict(directory.config)
-    method = given.pop("method", None)
-    if not isinstance(method, str):
-        raise RunError(f"{directory.path / 'config.yaml'} names no method; it is not the config of a run.")
+    method = method_of(directory)
+    given.pop("method")
     if given.get("engine") == "flower":
         raise RunError(
-            f"{directory.path} was run over a network: its clients have the data and their memories. Go on with "
-            "`fedloom deploy resume`, or with resume=true in the app's settings; clients have their models themselves."
+            f"{directory.path} was run over a network: its clients have the data. Models, exports and admissions work "
+            "without them; go on with `fedloom deploy resume`, or with resume=true in the app's settings."
         )
+    from_file = {name: value for name, value in given.items() if changes.get(name) is None}
+    check_trust(directory.path / "config.yaml", from_file, RunOptions, algorithms.get(method).config, trust=trust)
     before, trained = str(given.get("device", "auto")), dict(given)
     given |= {name: value for name, value in changes.items() if value is not None}
     if before != "auto" and not before.startswith(device_of(str(given["device"])).type):
@@ -380,12 +442,22 @@ def _rebuild(
         raise RunError(
             f"{directory.path} was run on data given from Python; give them again there: load(run, dataset=(x, y))."
         )
-    if dataset is None or isinstance(dataset, str | Path):
-        arrays = load_data(dataset or shared.dataset, shared.data_root)
-    else:
+    if isinstance(dataset, str | Path):
+        arrays = load_data(dataset, shared.data_root)
+    elif dataset is not None:
         arrays = as_arrays(dataset)
+    else:
+        try:
+            arrays = load_data(shared.dataset, shared.data_root)
+        except DataError as error:
+            raise DataError(
+                f"Evaluating or resuming {directory.path} takes the data it was trained on. {error} Where they have "
+                f"moved: `fedloom resume {directory.path} --dataset PATH`, or dataset=PATH in Python."
+            ) from error
     simulation = Simulation(method, shared, config, arrays)
-    changed = [name for name, value in changes.items() if value is not None and name not in ("adapt", "device")]
+    changed = [
+        name for name, value in changes.items() if value is not None and name not in ("adapt", "device", "data_root")
+    ]
     if changed:
         _check_as_trained(simulation, method, trained, changed)
     return simulation
@@ -402,205 +474,50 @@ def _check_as_trained(simulation: Simulation, method: str, trained: Mapping[str,
             f"With {names} as given participants would have other data than in training, and some of what they were "
             "trained on would pass for unseen. Leave it out, or train again."
         )
-    private = [getattr(one, "private", None) for one in (config, simulation.setup.config)]
-    if private[0] != private[1]:
+    before, now = set(config.form), set(simulation.server.config.form)
+    if before != now:
+        how, what = ("with", before - now) if before - now else ("without", now - before)
         raise ConfigError(
-            f"The run was trained {'with' if private[0] else 'without'} private descriptors, and an encoder made for "
-            f"them; got {names}. {'Give an epsilon above 0' if private[0] else 'Leave it out'}, or train again."
+            f"The run was trained {how} {' and '.join(sorted(what))}, which {names} as given would change. Leave it "
+            "out, or train again."
         )
 
 
-def train(simulation: Trainer, directory: RunDirectory, shown: Display) -> None:
-    """Rounds, records and checkpoints until the end; what is on disk is always a run that can go on."""
-    options, task = simulation.options, simulation.setup.task
-    best, is_best = _best(directory), False
-    done = simulation.mark(), is_best  # the last round whose record is written
-    follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
-    saved = time.monotonic()
-    with follow as log, shown as screen:
-        try:
-            screen.begin(simulation)
-            while simulation.round < options.rounds:
-                record = simulation.train_round()
-                evaluated = simulation.round % simulation.eval_every == 0 or simulation.round == options.rounds
-                is_best = False
-                if evaluated:
-                    start = time.perf_counter()
-                    record["metrics"] = simulation.metrics()
-                    record["seconds"]["evaluation"] = time.perf_counter() - start
-                    record["notes"] = [*record["notes"], *simulation.evaluation_notes]
-                    is_best = _better(record["metrics"], task, best)
-                    if is_best:
-                        best = {"round": simulation.round, **record["metrics"]}
-                directory.append(record)
-                done = simulation.mark(), is_best
-                if evaluated or simulation.saves_every_round or time.monotonic() - saved > SAVE_SECONDS:
-                    save(simulation, directory, best=is_best)
-                    saved = time.monotonic()
-                if log is not None:
-                    log.log(_numbers(record), simulation.round)
-                screen.update(record)
-        except (KeyboardInterrupt, RoundError):
-            # wherever it was: in a round, in an evaluation, or between a record and its checkpoint
-            mark, is_best = done
-            simulation.go_back(mark)
-            directory.rewind(simulation.round)
-            if simulation.round not in directory.checkpoints():
-                save(simulation, directory, best=is_best)
-            directory.write_summary(_summary(simulation, directory, _best(directory), finished=False))
-            raise
-        if options.rounds == 0:
-            save(simulation, directory, best=False)
-        directory.write_summary(_summary(simulation, directory, best, finished=True))
-        screen.end(directory)
+def _checked(split: str) -> str:
+    if split not in (*SPLITS, "all"):
+        raise unknown("split", split, [*SPLITS, "all"])
+    return split
 
 
-def save(simulation: Trainer, directory: RunDirectory, best: bool) -> None:
-    """Write a checkpoint of this moment."""
-    state, memory = simulation.trees()
-    directory.save(simulation.round, state, memory, simulation.meta(), best=best, keep=simulation.options.keep)
-    simulation.saved()
-
-
-def _best(directory: RunDirectory) -> dict[str, Any] | None:
-    """The metrics of the best round so far, by validation."""
-    number = directory.best_round()
-    return next(({"round": number, **r["metrics"]} for r in directory.records() if r["round"] == number), None)
-
-
-def _better(metrics: Mapping[str, float], task: Any, best: Mapping[str, Any] | None) -> bool:
-    """Selection by validation, never by test; the later of two equals is kept out.
-
-    An adapted run's best round is that of the plain method: participants know their classes and hardly gain by a model
-    that tells all classes apart; newcomers do.
-    """
-    names = [f"{model}/participants/val/{task.metric_name}" for model in ("plain", "deployed")]
-    name = next((name for name in names if name in metrics), None)
-    if name is None:
-        return False
-    if best is None or name not in best:
-        return True
-    gain = float(metrics[name] - best[name])
-    return gain > 0 if task.higher_is_better else gain < 0
-
-
-def _summary(
-    simulation: Trainer, directory: RunDirectory, best: Mapping[str, Any] | None, finished: bool
-) -> dict[str, Any]:
-    records, options = directory.records(), simulation.options
-    summary: dict[str, Any] = {
-        "method": simulation.method,
-        "name": simulation.algorithm.name,
-        "finished": finished,
-        "rounds": simulation.round,
-        "seed": options.seed,
-        "engine": options.engine,
-        "engine_reason": simulation.engine_reason,
-        "device": options.device,
-        "metric": simulation.setup.task.metric_name,
-        "notes": list(simulation.notes),
-        "dropped": sum(len(r["dropped"]) for r in records),
-        "seconds": sum(r["seconds"]["round"] for r in records),
-        "evaluation_seconds": sum(r["seconds"].get("evaluation", 0.0) for r in records),
-        "bytes": {way: sum(r["bytes"][way] for r in records) for way in ("down", "up")},
-        "best": best,
-    }
-    if finished:
-        scores = simulation.evaluate("test")
-        summary["last"] = {"round": simulation.round, **simulation.metrics()}
-        summary["clients"] = {client: score._asdict() for client, score in scores.items()}
-        if simulation.federation.unseen:
-            try:
-                summary["unseen"] = simulation.evaluate_unseen()
-            except (NeedsError, RoundError) as reason:  # training is done, and its numbers stand
-                summary["unseen"] = {"reason": str(reason)}
-    return summary
-
-
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    found = {**record["diagnostics"], **record.get("metrics", {})}
-    found |= {f"seconds/{k}": v for k, v in record["seconds"].items()}
-    return found | {f"bytes/{k}": v for k, v in record["bytes"].items()}
-
-
-def _module(simulation: Simulation, client: ClientId, parameters: Tree) -> nn.Module:
-    if simulation.base.predict is not predict_with_target:
+def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: str, format: str) -> Path:
+    if server.base.predict is not predict_with_target and format == SAFETENSORS:
         raise NeedsError(
-            f"{simulation.algorithm.name} deploys more than one network, so that there is no model to give or to "
-            "write. Use predict, from Python."
+            f"{server.algorithm.name} deploys more than one network, which no network alone can load; give --format "
+            "onnx or pt2 (from Python, format=), or use model or predict."
         )
-    model: Any = simulation.federation.roster[client].model
-    plain = parameters.get("base", parameters)
-    module: nn.Module = model.module(plain["params"], plain["buffers"])
-    adapted = "offset" in parameters
-    return Shifted(module, parameters["slope"], parameters["offset"]).eval() if adapted else module
+    return export(folder, name, module, model.spec, server.algorithm.name, form=format)
 
 
-def _export(simulation: Simulation, client: ClientId, parameters: Tree, folder: Path, name: str) -> Path:
-    _module(simulation, client, parameters)  # refuses methods that deploy more than a network
-    spec: Any = simulation.federation.roster[client].model.spec
-    return export(folder, name, parameters, spec, simulation.algorithm.name)
+def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
+    """A newcomer's samples and labels, if it has any, as the server wants them."""
+    samples = _samples(server, x)
+    if not len(samples):
+        raise DataError("admit got no samples; give the newcomer at least one.")
+    return samples, None if y is None else _labels(server, y, len(samples))
 
 
-def _predict(simulation: Simulation, client: ClientId, parameters: Tree, x: np.ndarray | Tensor) -> Tensor:
-    data = _samples(simulation, x)
-    home = simulation.engine.home(client, simulation.engine.num_samples([client])[0], torch.zeros(()))
-    with torch.no_grad():
-        return simulation.algorithm.predict(home, parameters, data)
+def _samples(server: Server, x: Any) -> Tensor:
+    """A user's samples on the device of the server, checked to be like the federation's."""
+    return checked_samples(x, server.roster.input_shape).to(server.setup.device, server.setup.dtype)
 
 
-def _samples(simulation: Simulation, x: Any) -> Tensor:
-    """A user's samples on the device of the federation, checked to be like its own."""
-    own = simulation.federation.x
-    samples = _tensor(x, "samples").to(own)
-    if not samples.ndim or samples.shape[1:] != own.shape[1:]:
-        raise DataError(
-            f"Got samples of shape {tuple(samples.shape)}; expected (samples, {', '.join(map(str, own.shape[1:]))}), "
-            "as in this federation."
-        )
-    if not samples.isfinite().all():
-        raise DataError("Got samples with NaN or infinite values; remove or replace them.")
-    return samples
-
-
-def _labels(simulation: Simulation, y: Any, shape: tuple[int, ...]) -> Tensor:
+def _labels(server: Server, y: Any, number: int) -> Tensor:
     """A newcomer's labels, checked to be like the federation's."""
-    own, classes = simulation.federation.y, simulation.arrays.num_classes
-    labels = _tensor(y, "labels")
-    if tuple(labels.shape) != shape:
-        raise DataError(f"Got labels of shape {tuple(labels.shape)} for {shape[0]} samples; expected {shape}.")
-    if not labels.isfinite().all():
-        raise DataError("Got labels with NaN or infinite values; remove or replace those samples.")
-    whole = labels.to(own)
-    lowest = 0 if simulation.algorithm.admit_labels else -1  # -1: a label that is not known
-    if classes and lowest == 0 and bool((whole == -1).all()):
-        raise _unlabelled(simulation.algorithm)
-    if classes and (bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes):
-        raise DataError(
-            f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
-            "as in this federation"
-            + (", as the method trains on them." if lowest == 0 else ", or -1 where a label is not known.")
-        )
-    return whole
-
-
-def _unlabelled(algorithm: Algorithm) -> NeedsError:
-    return NeedsError(
-        f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
-        "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
-    )
-
-
-def _tensor(values: Any, what: str) -> Tensor:
-    try:
-        found = torch.as_tensor(values).detach()
-        if found.is_complex():
-            raise TypeError
-        return found
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(
-            f"The {what} cannot be made a tensor: got a {type(values).__name__}; expected an array of numbers."
-        ) from None
+    roster, needed = server.roster, server.algorithm.needs_labels(server.config)
+    if roster.num_classes and needed and bool((torch.as_tensor(y) == -1).all()):
+        raise unlabelled(server.algorithm)
+    labels = checked_labels(y, (number, *roster.target_shape), roster.num_classes, unknown_allowed=not needed)
+    return labels.to(server.setup.device)
 
 
 def _device_name(simulation: Simulation) -> str:

@@ -7,13 +7,43 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from fedloom.core.errors import unknown
 from fedloom.runs.files import to_json
 
 WAITS = "fedloom waits "
 """How the lines begin that say for what."""
+
+
+class Headline(NamedTuple):
+    """What runs, on what, and what a user should know of it."""
+
+    name: str
+    dataset: str
+    clients: int
+    cohort: int
+    unseen: int
+    models: tuple[str, ...]
+    engine: str
+    device: str
+    engine_reason: str
+    notes: tuple[str, ...]
+    metric: str
+    round: int
+    """Rounds done already."""
+    rounds: int
+
+    def __str__(self) -> str:
+        unseen = f", {self.unseen} unseen" if self.unseen else ""
+        parts = [
+            f"{self.name} on {self.dataset}",
+            f"{self.clients} clients, {self.cohort} a round{unseen}",
+            f"model {', '.join(self.models)}",
+            f"{self.engine} engine on {self.device} ({self.engine_reason})",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "; ".join(parts)
 
 
 class Display(Protocol):
@@ -23,8 +53,8 @@ class Display(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def begin(self, simulation: Any) -> None:
-        """Training begins, at ``simulation.round`` of ``simulation.options.rounds``."""
+    def begin(self, run: Headline) -> None:
+        """Training begins."""
 
     def update(self, record: dict[str, Any]) -> None:
         """A round is done."""
@@ -43,7 +73,7 @@ class Quiet:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-    def begin(self, simulation: Any) -> None: ...
+    def begin(self, run: Headline) -> None: ...
     def update(self, record: dict[str, Any]) -> None: ...
     def wait(self, text: str) -> None: ...
     def end(self, directory: Any) -> None: ...
@@ -66,10 +96,10 @@ class Json(Quiet):
 class Plain(Quiet):
     """A line at the beginning, one per evaluation and one at the end: for log files."""
 
-    def begin(self, simulation: Any) -> None:
-        self._news = News(simulation)
-        self._rounds = simulation.options.rounds
-        self._line(headline(simulation))
+    def begin(self, run: Headline) -> None:
+        self._news = News(run.metric)
+        self._rounds = run.rounds
+        self._line(str(run))
 
     def update(self, record: dict[str, Any]) -> None:
         self._news.add(record)
@@ -111,10 +141,10 @@ class Rich(Quiet):
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def begin(self, simulation: Any) -> None:
-        self._news = News(simulation)
-        self._bar.console.print(headline(simulation))
-        self._task = self._bar.add_task("", total=simulation.options.rounds, completed=simulation.round)
+    def begin(self, run: Headline) -> None:
+        self._news = News(run.metric)
+        self._bar.console.print(str(run))
+        self._task = self._bar.add_task("", total=run.rounds, completed=run.round)
 
     def update(self, record: dict[str, Any]) -> None:
         self._news.add(record)
@@ -130,8 +160,8 @@ class Rich(Quiet):
 class News:
     """The newest numbers of a run as a short text."""
 
-    def __init__(self, simulation: Any) -> None:
-        self._metric: str = simulation.setup.task.metric_name
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
         self._metrics: Mapping[str, float | None] = {}
         self._loss: float | None = None
         self._dropped = 0
@@ -150,20 +180,6 @@ class News:
         parts += [f"local loss {self._loss:.4f}"] if self._loss is not None else []
         parts += [f"{self._dropped} dropped so far"] if self._dropped else []
         return ", ".join(parts)
-
-
-def headline(simulation: Any) -> str:
-    """What runs, on what, and what a user should know of it, in one line."""
-    options, unseen = simulation.options, len(simulation.federation.unseen)
-    models = ", ".join(str(model.spec) for model in simulation.setup.architectures.values())
-    parts = [
-        f"{simulation.algorithm.name} on {options.dataset}",
-        f"{options.clients} clients, {options.cohort} a round" + (f", {unseen} unseen" if unseen else ""),
-        f"model {models}",
-        f"{options.engine} engine on {options.device} ({simulation.engine_reason})",
-        *(f"note: {note}" for note in simulation.notes),
-    ]
-    return "; ".join(parts)
 
 
 DISPLAYS = {"rich": Rich, "plain": Plain, "json": Json, "quiet": Quiet}

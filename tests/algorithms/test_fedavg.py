@@ -47,20 +47,20 @@ def test_averaged_running_statistics_are_weighted_by_samples_and_deployed() -> N
     assert float(first.state.buffers["norm.running_var"]) == pytest.approx(1.52, abs=1e-12)
     assert float(second.state.buffers["norm.running_mean"]) == pytest.approx(0.298, abs=1e-12)
     assert float(second.state.buffers["norm.running_var"]) == pytest.approx(1.568, abs=1e-12)
-    sent = ALGORITHM.personalise(first.setup, first.state, ("0",))
-    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["0"], first.engine.recall("0"))
-    assert deployed["buffers"] is first.state.buffers and deployed["params"] is first.state.params
+    sent = ALGORITHM.send(first.setup, first.state, ("0",))
+    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["0"], first.recall("0"))
+    assert deployed == {"params": first.state.params, "buffers": first.state.buffers}
 
 
 def test_local_running_statistics_stay_with_the_client() -> None:
     """As above without the mean: 0.1 and 0.3 after one round, 0.09 + 0.1 = 0.19 and 0.27 + 0.3 = 0.57 after two."""
     federation, ears = lines(APART, "tiny:NormedLine"), Ears()
     played = play(ALGORITHM, federation, rounds=2, wrap=ears, **HAND)
-    own = [float(played.engine.memory[client]["buffers"]["norm.running_mean"]) for client in ("0", "1")]
+    own = [float(played.memory[client]["buffers"]["norm.running_mean"]) for client in ("0", "1")]
     assert own == pytest.approx([0.19, 0.57], abs=1e-12)
     assert not [path for path in ears.down | ears.up if "running" in path or "tracked" in path]
-    sent = ALGORITHM.personalise(played.setup, played.state, ("1",))
-    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["1"], played.engine.recall("1"))
+    sent = ALGORITHM.send(played.setup, played.state, ("1",))
+    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["1"], played.recall("1"))
     assert float(deployed["buffers"]["norm.running_mean"]) == pytest.approx(0.57, abs=1e-12)
 
 
@@ -76,7 +76,7 @@ def test_averaged_counters_lose_nothing_to_rounding(sizes: tuple[int, ...]) -> N
 def test_a_newcomer_gets_the_global_model_without_being_asked() -> None:
     federation = small_federation(unseen=2)
     played = play(ALGORITHM, federation, rounds=1)
-    played.engine.begin("admission")
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), played.engine.ask)
+    session = played.session("admission")
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), session.ask)
     assert sent.shared["params"] is played.state.params and list(sent.mine) == ["3", "4"]
-    assert played.engine.books.asked == 0
+    assert session.stats.asked == 0

@@ -24,11 +24,11 @@ def test_one_round_on_paper() -> None:
     federation = lines(TWO, "tiny:BodyAndHead")
     played = play(ALGORITHM, federation, rounds=1, **HAND)
     assert float(played.state.body["body.weight"]) == pytest.approx(0.8, abs=1e-12)
-    heads = [float(played.engine.memory[client]["head"]["top.weight"]) for client in ("0", "1")]
+    heads = [float(played.memory[client]["own"]["top.weight"]) for client in ("0", "1")]
     assert heads == pytest.approx([2.2, 1.8], abs=1e-12)
-    sent = ALGORITHM.personalise(played.setup, played.state, ("0",))
-    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["0"], played.engine.recall("0"))
-    home = played.engine.home("0", torch.tensor(1.0), torch.tensor(0))
+    sent = ALGORITHM.send(played.setup, played.state, ("0",))
+    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["0"], played.recall("0"))
+    home = played.home("0")
     outputs = ALGORITHM.predict(home, deployed, torch.ones(1, 1, dtype=torch.float64))
     assert float(outputs) == pytest.approx(1.76, abs=1e-12)
 
@@ -38,8 +38,8 @@ def test_the_second_round_puts_the_kept_head_on_the_common_body() -> None:
     federation = lines(TWO, "tiny:BodyAndHead")
     played = play(ALGORITHM, federation, rounds=2, cohorts=[["0", "1"], ["0"]], **HAND)
     assert float(played.state.body["body.weight"]) == pytest.approx(1.3456, abs=1e-12)
-    assert float(played.engine.memory["0"]["head"]["top.weight"]) == pytest.approx(2.3984, abs=1e-12)
-    assert float(played.engine.memory["1"]["head"]["top.weight"]) == pytest.approx(1.8, abs=1e-12)
+    assert float(played.memory["0"]["own"]["top.weight"]) == pytest.approx(2.3984, abs=1e-12)
+    assert float(played.memory["1"]["own"]["top.weight"]) == pytest.approx(1.8, abs=1e-12)
 
 
 @pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed"])
@@ -49,8 +49,8 @@ def test_with_an_empty_head_it_is_fedavg(model: str) -> None:
     assert per.state.body.keys() == avg.state.params.keys()
     assert all(torch.equal(per.state.body[name], value) for name, value in avg.state.params.items())
     for client in federation.participants:
-        own = flatten(per.engine.memory[client]["buffers"])
-        assert all(torch.equal(own[name], value) for name, value in avg.engine.memory[client]["buffers"].items())
+        own = flatten(per.memory[client]["buffers"])
+        assert all(torch.equal(own[name], value) for name, value in avg.memory[client]["buffers"].items())
 
 
 def test_the_head_is_in_nothing_that_is_sent() -> None:
@@ -59,15 +59,15 @@ def test_the_head_is_in_nothing_that_is_sent() -> None:
     model = federation.roster["0"].model
     body = {name for name in model.shapes if not name.startswith("fc3.")}
     assert len(body) == len(model.shapes) - 2
-    assert ears.down == {f"body/{name}" for name in body}
+    assert ears.down == {f"params/{name}" for name in body}
     assert ears.up == {f"delta/{name}" for name in body} | {"num_samples", "loss"}
-    sent = ALGORITHM.personalise(played.setup, played.state, federation.participants)
+    sent = ALGORITHM.send(played.setup, played.state, federation.participants)
     assert set(flatten(sent.shared)) == ears.down and all(sent.mine[c] == {} for c in federation.participants)
 
 
 def test_heads_start_apart_and_the_body_starts_where_fedavgs_does() -> None:
     federation = small_federation()
     played, avg = (play(method, federation, rounds=0) for method in (ALGORITHM, fedavg.ALGORITHM))
-    heads = [played.engine.recall(client)["head"]["output.weight"] for client in ("0", "1")]
+    heads = [played.recall(client)["own"]["output.weight"] for client in ("0", "1")]
     assert not torch.equal(*heads)
     assert all(torch.equal(value, avg.state.params[name]) for name, value in played.state.body.items())

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Played, play, setup_of, small_federation
-from fedloom.algorithms.fedavg import client_init
 from fedloom.algorithms.hyperfedzero import ALGORITHM, Config, client_step, embed, loom_of, penalty
 from fedloom.core.contract import Batch, Cohort, Home
 from fedloom.core.errors import ConfigError, NeedsError
@@ -22,12 +21,13 @@ from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import tree_map
 from fedloom.core.vectors import from_vector
 from fedloom.data.own import from_arrays
-from fedloom.hypernets.per_sample import net
-from fedloom.metrics.evaluation import evaluate
 from fedloom.models.model import Model
+from fedloom.models.per_sample import net
 from fedloom.models.spec import parse
+from fedloom.programs.evaluation import evaluate
+from fedloom.programs.local import client_init
 from fedloom.runs.options import RunOptions
-from fedloom.runs.simulation import Simulation
+from fedloom.training.simulation import Simulation
 from tiny import Ears
 
 SMALL = {"hidden": (7, 6), "chunk_size": 20, "chunk_dim": 3, "embed_dim": 4}
@@ -201,9 +201,9 @@ def test_the_noise_differs_between_steps_and_between_samples() -> None:
 
 
 def scores(played: Played, federation, split: str = "test") -> dict:
-    played.engine.begin("evaluation")
-    sent = ALGORITHM.personalise(played.setup, played.state, federation.participants)
-    return evaluate(ALGORITHM, lambda _: sent, federation.participants, split, played.engine.ask)
+    session = played.session("evaluation")
+    sent = ALGORITHM.send(played.setup, played.state, federation.participants)
+    return evaluate(ALGORITHM, lambda _: sent, federation.participants, split, session.ask)
 
 
 @pytest.mark.parametrize("control", ["constant", "mean"])
@@ -267,9 +267,7 @@ def test_a_model_with_batchnorm_is_refused_before_round_one() -> None:
     with pytest.raises(NeedsError) as caught:
         Simulation("hyperfedzero", options, Config(), arrays)
     assert str(caught.value) == (
-        "HyperFedZero gives every sample a network of its own, without batch statistics; "
-        "testnets:Normed has BatchNorm. "
-        "Choose a --model without it."
+        "HyperFedZero cannot train BatchNorm; testnets:Normed has it. Choose a --model without it."
     )
 
 
@@ -294,8 +292,8 @@ def test_extractor_and_loom_travel_and_classifiers_never_do() -> None:
 def test_a_newcomer_gets_what_everybody_has_and_is_asked_nothing() -> None:
     federation, ears = small_federation(unseen=2), Ears()
     played = play(ALGORITHM, federation, rounds=1, **SMALL)
-    played.engine.begin("admission")
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), ears(played.engine.ask))
+    session = played.session("admission")
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), ears(session.ask))
     assert ears.programs == [] and not ALGORITHM.admit_labels
     assert sent.shared == {"params": played.state.params} and dict(sent.mine) == {"3": {}, "4": {}}
 

@@ -42,8 +42,9 @@ def test_one_round_on_paper() -> None:
     algorithm = dataclasses.replace(ALGORITHM, init=by_hand)
     played = play(algorithm, lines(), rounds=1, server_lr=0.0, **PAPER)
     assert float(played.state.params["line.weight"]) == pytest.approx(1.025, abs=1e-12)
-    found = {name: weight for name, weight in played.diagnostics[0].items() if name.startswith("weight.")}
-    assert found == pytest.approx({"weight.line.0": 0.375, "weight.line.1": 0.625}, abs=1e-12)
+    clients, layers, weights = played.diagnostics[0]["weights"]
+    assert (clients, layers) == (("0", "1"), ("line",))
+    assert weights.flatten().tolist() == pytest.approx([0.375, 0.625], abs=1e-12)
     assert played.diagnostics[0]["effective_clients.line"] == pytest.approx(32 / 17, abs=1e-12)
     assert played.diagnostics[0]["alive_heads"] == 1.0
 
@@ -328,8 +329,8 @@ def test_who_does_not_reply_has_no_weight_and_keeps_its_embedding() -> None:
     for moment in ("mean", "square"):
         assert not state.optimiser[moment]["embeddings"][[1, 2]].any()
         assert state.optimiser[moment]["embeddings"][[0, 3, 4]].any(1).all()
-    named = {name for name in played.diagnostics[-1] if name.startswith("weight.")}
-    assert named == {f"weight.{layer}.{client}" for layer in ("hidden.0", "output") for client in "034"}
+    told = played.diagnostics[-1]["weights"]
+    assert (told.clients, told.columns) == (("0", "3", "4"), ("hidden.0", "output"))
 
 
 def test_the_loom_as_written_dies_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,8 +355,8 @@ def test_a_loom_that_begins_dead_says_so_in_round_1_and_not_whenever_it_is_loade
     state = hypergenfl.init(setup)
     assert not caplog.records
     for number in (1, 2, 3):
-        played.engine.begin(number)
-        state, _ = hypergenfl.round(setup, state, Cohort(number, setup.clients), played.engine.ask)
+        session = played.session(number)
+        state, _ = hypergenfl.round(setup, state, Cohort(number, setup.clients), session.ask)
         assert len(caplog.records) == 1 and "loom is dead" in caplog.records[0].message
 
 
@@ -396,14 +397,16 @@ def test_only_what_fedavg_sends_is_sent() -> None:
     names = set(federation.roster["0"].model.shapes)
     assert ears.down == {f"params/{name}" for name in names}
     assert ears.up == {f"delta/{name}" for name in names} | {"num_samples", "loss"}
-    assert set(ears.programs) == {"fedavg.train"}
+    assert set(ears.programs) == {"train"}
 
 
 def test_everybody_and_every_newcomer_gets_the_global_model() -> None:
     federation = small_federation(("testnets:Normed",), unseen=2)
     played = play(ALGORITHM, federation, rounds=2, batchnorm="averaged", embed_init="random")
-    newcomers = ALGORITHM.admit(played.setup, played.state, Cohort(3, federation.unseen), played.engine.ask)
-    for sent in (ALGORITHM.personalise(played.setup, played.state, ("1",)), newcomers):
+    newcomers = ALGORITHM.admit(
+        played.setup, played.state, Cohort(3, federation.unseen), played.session("admission").ask
+    )
+    for sent in (ALGORITHM.send(played.setup, played.state, ("1",)), newcomers):
         assert all(torch.equal(sent.shared["params"][name], value) for name, value in played.state.params.items())
         assert all(torch.equal(sent.shared["buffers"][name], value) for name, value in played.state.buffers.items())
     assert set(newcomers.mine) == set(federation.unseen)

@@ -10,14 +10,14 @@ import torch
 
 from conftest import play, small_federation
 from fedloom.algorithms import pfedhn
-from fedloom.algorithms.it_pfl_hn import ALGORITHM, Config, describe_program, encoder_of
+from fedloom.algorithms.it_pfl_hn import ALGORITHM, Config, tune_program
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import ConfigError
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.wire import decode, encode
 from fedloom.engines.auto import ENGINES
-from fedloom.hypernets.encoder import describe
-from fedloom.hypernets.weaving import pull_back, weave
+from fedloom.looms.encoder import describe, describe_program, fit_program
+from fedloom.looms.weaving import pull_back, weave
 from fedloom.privacy.gaussian import analytic_sigma, classical_sigma, delta_of
 from tiny import Ears
 
@@ -32,15 +32,15 @@ def gap(one, other) -> float:
 
 
 def admitted(played, newcomers=("3", "4"), ears=None):
-    played.engine.begin("admission")
-    ask = ears(played.engine.ask) if ears else played.engine.ask
+    session = played.session("admission")
+    ask = ears(session.ask) if ears else session.ask
     return ALGORITHM.admit(played.setup, played.state, Cohort(1, newcomers), ask)
 
 
 def whole_batch(federation, played, client, private=False):
     """The descriptor of a client all of whose samples are one batch."""
     x = federation.x[torch.as_tensor(federation.roster[client].rows["train"])]
-    return describe(encoder_of(played.setup), played.state.encoder, x, torch.full((len(x),), True), private)
+    return describe(played.state.encoder, x, torch.full((len(x),), True), private)
 
 
 def test_for_participants_it_is_pfedhn() -> None:
@@ -58,7 +58,7 @@ def torch_fit(played, federation, plan, state, embedding, lr):
     for rows in plan.rows:
         x = federation.x[torch.as_tensor(rows)]
         optimiser.zero_grad()
-        found = describe(encoder_of(played.setup), params, x, torch.full((len(x),), True), False)
+        found = describe(params, x, torch.full((len(x),), True), False)
         torch.nn.functional.mse_loss(found, embedding).backward()
         torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
         optimiser.step()
@@ -69,7 +69,7 @@ def torch_fit(played, federation, plan, state, embedding, lr):
 def test_a_round_of_the_encoder_is_the_mean_of_torch_runs_towards_the_embeddings(preset, lr, steps) -> None:
     federation, ears = small_federation(sizes=(9, 4, 7)), Ears()
     played = play(ALGORITHM, federation, rounds=1, wrap=ears, preset=preset, **SMALL)
-    assert ears.programs == ["pfedhn.train", "encoder.fit"]
+    assert ears.programs == ["train", "encoder.fit"]
     start = ALGORITHM.init(played.setup)
     ends = []
     for client in federation.participants:
@@ -139,8 +139,8 @@ def test_fine_tuning_leaves_encoder_embeddings_and_the_participants_loom_alone()
         assert gap({"x": getattr(before.state, part)}, {"x": getattr(after.state, part)}) == 0.0
     assert gap(before.state.tuned, before.state.loom) == 0.0 and gap(after.state.tuned, after.state.loom) > 1e-3
     # running statistics too belong to the loom from before
-    assert gap(before.engine.memory, {c: after.engine.memory[c] for c in before.engine.memory}) == 0.0
-    old, new = (ALGORITHM.personalise(p.setup, p.state, ("0", "2")).mine for p in (before, after))
+    assert gap(before.memory, {c: after.memory[c] for c in before.memory}) == 0.0
+    old, new = (ALGORITHM.send(p.setup, p.state, ("0", "2")).mine for p in (before, after))
     assert gap(dict(old), dict(new)) == 0.0
     assert gap(dict(admitted(before).mine), dict(admitted(after).mine)) > 1e-3
 
@@ -224,8 +224,9 @@ def test_both_stages_are_alike_on_every_engine_and_resume_to_the_same_bits(engin
         half = play(ALGORITHM, federation, engine, rounds=stop, **config)
         state = ALGORITHM.state(**decode(encode(half.state._asdict())))
         for number in range(stop + 1, 5):
-            half.engine.begin(number)
-            state, _ = ALGORITHM.round(half.setup, state, Cohort(number, federation.participants), half.engine.ask)
+            session = half.session(number)
+            state, _ = ALGORITHM.round(half.setup, state, Cohort(number, federation.participants), session.ask)
+            half.memory = session.memory
         assert gap(straight.state._asdict(), state._asdict()) == 0.0
 
 
@@ -233,7 +234,7 @@ def test_a_client_that_fails_in_fine_tuning_is_left_out_and_the_round_goes_on() 
     federation = small_federation()
     federation.x[federation.roster["1"].rows["train"]] = float("nan")
     played = play(ALGORITHM, federation, rounds=3, finetune_after=1, preset="standardised", **SMALL)
-    assert {d.client for d in played.engine.books.dropped} == {"1"}
+    assert {d.client for d in played.stats.dropped} == {"1"}
     assert all(leaf.isfinite().all() for leaf in flatten(played.state._asdict()).values())
 
 
@@ -279,9 +280,16 @@ def test_participants_add_no_noise() -> None:
 
 def test_programs_are_equal_from_round_to_round() -> None:
     """An engine keeps the recorded steps of a program, and finds them by it."""
-    setup = play(ALGORITHM, small_federation(), rounds=0).setup
-    assert describe_program(setup, False) == describe_program(setup, False)
-    assert hash(describe_program(setup, True)) == hash(describe_program(setup, True))
+    config = ALGORITHM.config()
+    for make in (
+        lambda: config.train(),
+        lambda: fit_program(config.encoder_batches()),
+        lambda: describe_program(64, False),
+        lambda: describe_program(64, True),
+        lambda: tune_program(config),
+    ):
+        assert make() is not make() and make() == make() and hash(make()) == hash(make())
+    assert describe_program(64, False) != describe_program(64, True)
 
 
 def test_the_defaults_are_the_papers() -> None:

@@ -17,17 +17,17 @@ from fedloom.algorithms import mh_pfedhn
 from fedloom.algorithms.mh_pfedhn import ALGORITHM, Carry, Config, State
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.config import build
-from fedloom.core.contract import Cohort, Home, Setup
+from fedloom.core.contract import Cohort, Home, Seeds, Setup
 from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import fold as fold_key
 from fedloom.core.random import key, laplace
+from fedloom.core.sparse import change_in
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.multi_head import TRUNK
-from fedloom.hypernets.places import places_of
-from fedloom.hypernets.sparse import change_in
+from fedloom.looms.multi_head import TRUNK
+from fedloom.looms.places import places_of
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from tiny import HAND, Ears, lines, torch_steps
@@ -215,15 +215,12 @@ def test_the_server_is_told_only_the_number_of_parameters() -> None:
     config = Config(local_epochs=1, batch_size=4, admit_rounds=1, **SMALL)
     setup = setup_of(federation, config)
     blind = dataclasses.replace(setup, models={client: Spy(model) for client, model in setup.models.items()})
-    engine = play(ALGORITHM, federation, rounds=0).engine
-    state = ALGORITHM.init(blind)
+    played, state = play(ALGORITHM, federation, rounds=0), ALGORITHM.init(blind)
     for number, kind in enumerate(("per_client", "in_turn", "cohort_mean")):
-        engine.begin(number)
         blind = dataclasses.replace(blind, config=dataclasses.replace(config, server_step=kind))
-        state, _ = ALGORITHM.round(blind, state, Cohort(number, federation.participants), engine.ask)
-    ALGORITHM.personalise(blind, state, federation.participants)
-    engine.begin("admission")
-    ALGORITHM.admit(blind, state, Cohort(1, federation.unseen), engine.ask)
+        state, _ = ALGORITHM.round(blind, state, Cohort(number, federation.participants), played.session(number).ask)
+    ALGORITHM.send(blind, state, federation.participants)
+    ALGORITHM.admit(blind, state, Cohort(1, federation.unseen), played.session("admission").ask)
 
 
 def test_only_vectors_travel_and_the_loom_never() -> None:
@@ -237,17 +234,17 @@ def test_normalisation_is_woven_and_its_statistics_stay() -> None:
     played = play(ALGORITHM, federation, wrap=ears, **SMALL)
     size = sum(p.numel() for p in federation.roster["0"].model.init(0).values())
     assert len(ears.replies[0]["0"]["delta"]) == size and ears.down == {"vector"}
-    assert played.engine.memory["0"]["buffers"]["norm.num_batches_tracked"] > 0
+    assert played.memory["0"]["buffers"]["norm.num_batches_tracked"] > 0
 
 
 def test_a_client_deploys_the_vector_in_its_models_shapes() -> None:
     federation = small_federation(TWO)
     played = play(ALGORITHM, federation, rounds=1, **SMALL)
-    sent = ALGORITHM.personalise(played.setup, played.state, ("4", "1"))
+    sent = ALGORITHM.send(played.setup, played.state, ("4", "1"))
     for client in ("4", "1"):
         model = federation.roster[client].model
-        home = played.engine.home(client, torch.ones(()), torch.zeros((), dtype=torch.int64))
-        deployed = ALGORITHM.client_deploy(home, {}, sent.mine[client], played.engine.recall(client))
+        home = played.home(client)
+        deployed = ALGORITHM.client_deploy(home, {}, sent.mine[client], played.recall(client))
         assert {n: tuple(v.shape) for n, v in deployed["params"].items()} == dict(model.shapes)
         assert torch.equal(to_vector(deployed["params"]), sent.mine[client]["vector"])
 
@@ -295,8 +292,7 @@ def test_other_ways_to_share_heads(heads: str, names: set[str]) -> None:
     pieces = pieces_of(models, heads=heads)
     assert {name for name in pieces if name.startswith("head")} == names
     played = play(ALGORITHM, small_federation(models, unseen=1), heads=heads, admit_rounds=1, **SMALL)
-    played.engine.begin("admission")
-    assert set(ALGORITHM.admit(played.setup, played.state, Cohort(1, ("4",)), played.engine.ask).mine) == {"4"}
+    assert set(admitted(played, ("4",))) == {"4"}
 
 
 def test_redundant_vectors_weave_nothing() -> None:
@@ -338,8 +334,8 @@ def test_a_sparse_reply_is_smaller_and_steps_on_what_was_sent() -> None:
     whole = play(ALGORITHM, federation, rounds=1, **SMALL)
     played = play(ALGORITHM, federation, rounds=1, wrap=ears, top_share=0.3, server_clip=0.02, **SMALL)
     numbers = 2 * 8  # samples and loss
-    assert whole.engine.books.bytes_up == 5 * (203 * 8 + numbers)
-    assert played.engine.books.bytes_up == 5 * (60 * 12 + numbers)
+    assert whole.stats.bytes_up == 5 * (203 * 8 + numbers)
+    assert played.stats.bytes_up == 5 * (60 * 12 + numbers)
     for reply in ears.replies[0].values():
         reply["delta"] = change_in({name: value[None] for name, value in reply.items()}, 203)[0]
         assert int((reply["delta"] != 0).sum()) == 60
@@ -372,16 +368,16 @@ def test_layers_kept_local_never_travel_and_are_trained() -> None:
     played = play(ALGORITHM, federation, wrap=ears, keep_local=("head",), **SMALL)
     model = federation.roster["0"].model
     assert len(ears.replies[0]["0"]["delta"]) == model.size - 255
-    kept = played.engine.memory["0"]["kept"]
+    kept = played.memory["0"]["own"]
     assert kept.keys() == {"fc3.weight", "fc3.bias"}
-    home = played.engine.home("0", torch.ones(()), torch.zeros((), dtype=torch.int64))
-    sent = ALGORITHM.personalise(played.setup, played.state, ("0",))
-    deployed = ALGORITHM.client_deploy(home, {}, sent.mine["0"], played.engine.memory["0"])["params"]
+    home = played.home("0")
+    sent = ALGORITHM.send(played.setup, played.state, ("0",))
+    deployed = ALGORITHM.client_deploy(home, {}, sent.mine["0"], played.memory["0"])["params"]
     assert list(deployed) == list(model.shapes) and torch.equal(deployed["fc3.bias"], kept["fc3.bias"])
-    fresh = play(ALGORITHM, federation, rounds=0, keep_local=("head",), **SMALL).engine.recall("0")["kept"]
+    fresh = play(ALGORITHM, federation, rounds=0, keep_local=("head",), **SMALL).recall("0")["own"]
     assert not torch.equal(fresh["fc3.weight"], kept["fc3.weight"])
     # every client begins with a head of its own
-    other = play(ALGORITHM, federation, rounds=0, keep_local=("head",), **SMALL).engine.recall("1")["kept"]
+    other = play(ALGORITHM, federation, rounds=0, keep_local=("head",), **SMALL).recall("1")["own"]
     assert not torch.equal(fresh["fc3.weight"], other["fc3.weight"])
 
 
@@ -389,15 +385,14 @@ def test_the_kept_layer_takes_the_steps_of_ordinary_training() -> None:
     federation, ears = small_federation(("lenet:kernels=2",), sizes=(9,)), Ears()
     played = play(ALGORITHM, federation, rounds=1, wrap=ears, keep_local=("conv1+fc3",), **SMALL)
     model = federation.roster["0"].model
-    engine = play(ALGORITHM, federation, rounds=0, keep_local=("conv1+fc3",), **SMALL).engine
-    home = engine.home("0", torch.ones(()), torch.zeros((), dtype=torch.int64))
-    start = ALGORITHM.personalise(played.setup, ALGORITHM.init(played.setup), ("0",)).mine["0"]
-    params = ALGORITHM.client_deploy(home, {}, start, engine.recall("0"))["params"]
+    fresh = play(ALGORITHM, federation, rounds=0, keep_local=("conv1+fc3",), **SMALL)
+    start = ALGORITHM.send(played.setup, ALGORITHM.init(played.setup), ("0",)).mine["0"]
+    params = ALGORITHM.client_deploy(fresh.home("0"), {}, start, fresh.recall("0"))["params"]
     module = model.module(params, {}).train()
     inner = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     torch_steps(module, [inner], federation, ears.plans[0]["0"], clip=0.5)
     after = {name: value.detach() for name, value in module.named_parameters()}
-    for name, value in played.engine.memory["0"]["kept"].items():
+    for name, value in played.memory["0"]["own"].items():
         torch.testing.assert_close(value, after[name], rtol=0, atol=1e-12)
     woven = [name for name in model.shapes if not name.startswith(("conv1", "fc3"))]
     change = torch.cat([(after[name] - params[name]).flatten() for name in woven])
@@ -413,9 +408,9 @@ def test_clients_take_the_ways_to_keep_layers_in_turn() -> None:
     ends, conv1 = 255, 2 * 25 + 2
     expected = [ends, ends + conv1, conv1, 0, ends, ends + conv1]
     assert [model.size - len(ears.replies[0][str(i)]["delta"]) for i in range(6)] == expected
-    fresh = play(ALGORITHM, federation, rounds=0, keep_local=ways, **SMALL).engine
+    fresh = play(ALGORITHM, federation, rounds=0, keep_local=ways, **SMALL)
     for client, moved in (("0", {"fc3"}), ("1", {"conv1", "fc3"}), ("2", {"conv1"}), ("3", set())):
-        first, last = fresh.recall(client)["kept"], played.engine.memory[client]["kept"]
+        first, last = fresh.recall(client)["own"], played.memory[client]["own"]
         assert {n.partition(".")[0] for n in first if not torch.equal(first[n], last[n])} == moved
 
 
@@ -447,7 +442,7 @@ def test_each_client_draws_one_of_the_ways_to_be_frozen_and_keeps_to_it() -> Non
     played = play(ALGORITHM, federation, rounds=2, wrap=ears, frozen=ways, local_epochs=1, **SMALL)
     drawn = []
     for client in federation.participants:
-        trained = {n for n, v in played.engine.memory[client]["moves"].items() if v > 0}
+        trained = {n for n, v in played.memory[client]["moves"].items() if v > 0}
         drawn.append(len(trained))
         for replies in ears.replies:
             moved = [bool(part.any()) for part in replies[client]["delta"].split([180, 5, 15, 3])]
@@ -460,7 +455,7 @@ def test_a_frozen_layer_has_no_part_in_the_clipped_norm() -> None:
     federation, ears = small_federation(("mlp:hidden=5",), sizes=(9,)), Ears()
     played = play(ALGORITHM, federation, rounds=1, wrap=ears, frozen=("hidden",), clip=0.01, **SMALL)
     model = federation.roster["0"].model
-    start = ALGORITHM.personalise(played.setup, ALGORITHM.init(played.setup), ("0",)).mine["0"]["vector"]
+    start = ALGORITHM.send(played.setup, ALGORITHM.init(played.setup), ("0",)).mine["0"]["vector"]
     sizes = [180, 5, 15, 3]
     params = {n: v.reshape(model.shapes[n]) for n, v in zip(model.shapes, start.split(sizes))}
     module = model.module(params, {}).train()
@@ -491,9 +486,8 @@ def test_all_options_together_give_the_same_on_every_engine(step: str) -> None:
     for engine in ("sequential", "vectorised", "loopback"):
         config = {**SMALL, **EVERYTHING, "server_step": step, "admit_rounds": 2}
         played = play(ALGORITHM, federation, engine, rounds=2, **config)
-        played.engine.begin("admission")
-        sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), played.engine.ask)
-        ends.append(flatten({"s": played.state._asdict(), "m": played.engine.memory, "sent": dict(sent.mine)}))
+        sent = admitted(played, federation.unseen)
+        ends.append(flatten({"s": played.state._asdict(), "m": played.memory, "sent": dict(sent)}))
     for other in ends[1:]:
         assert other.keys() == ends[0].keys()
         for path, value in ends[0].items():
@@ -509,8 +503,8 @@ def test_ways_can_be_for_some_networks_only() -> None:
     setup = played.setup
     told = {client: place.size for client, place in places_of(setup, setup.clients).items()}
     for members in setup.by_model(setup.clients).values():
-        model, memory = setup.models[members[0]], played.engine.memory[members[0]]
-        kept, moved = memory["kept"].keys(), memory["moves"].keys()
+        model, memory = setup.models[members[0]], played.memory[members[0]]
+        kept, moved = memory["own"].keys(), memory["moves"].keys()
         left = [model.size - told[client] for client in members]
         if str(model.spec).startswith("lenet"):
             assert left == [255, 52, 0] and {n.partition(".")[0] for n in kept} == {"conv1", "fc3"} and not moved
@@ -552,9 +546,12 @@ def test_the_papers_networks_in_one_federation() -> None:
 
 
 def admitted(played: Any, newcomers: tuple[str, ...], ears: Ears | None = None) -> PerClient:
-    played.engine.begin("admission")
-    ask = ears(played.engine.ask) if ears else played.engine.ask
-    return ALGORITHM.admit(played.setup, played.state, Cohort(1, newcomers), ask).mine
+    """What newcomers are sent; ``played`` has their memory afterwards."""
+    session = played.session("admission")
+    ask = ears(session.ask) if ears else session.ask
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, newcomers), ask)
+    played.memory = session.memory
+    return sent.mine
 
 
 def replay_admission(played: Any, newcomers: tuple[str, ...], ears: Ears, moving: tuple[str, ...]) -> Hyper:
@@ -618,16 +615,16 @@ def test_admission_lowers_a_newcomers_loss(model: str) -> None:
 
 def test_a_newcomer_trains_its_own_layers_while_it_is_admitted() -> None:
     played = play(ALGORITHM, small_federation(unseen=1), keep_local=("head",), admit_rounds=2, **SMALL)
-    before = {n: v.clone() for n, v in played.engine.recall("4")["kept"].items()}
+    before = {n: v.clone() for n, v in played.recall("4")["own"].items()}
     admitted(played, ("4",))
-    assert not torch.equal(before["output.bias"], played.engine.memory["4"]["kept"]["output.bias"])
+    assert not torch.equal(before["output.bias"], played.memory["4"]["own"]["output.bias"])
 
 
 def test_a_carry_is_a_tree_of_tensors() -> None:
     """What a graph records: nothing but tensors."""
     model = Model(parse("mlp:hidden=5", (1, 6, 6), 3))
     home = home_of(model, frozen=("hidden",))
-    memory = {"buffers": {}, **ALGORITHM.first_memory(model, home.config, 0)}
+    memory = {"buffers": {}, **ALGORITHM.first_memory(model, home.config, Seeds(0, 0))}
     carry = mh_pfedhn.client_init(home, {}, {"vector": torch.zeros(model.size)}, memory)
     assert isinstance(carry, Carry) and carry.moves.keys() == {"hidden.0.weight", "hidden.0.bias"}
     assert all(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(carry))
@@ -652,7 +649,7 @@ def test_ways_that_a_newcomers_network_cannot_have_are_refused_before_anybody_tr
         play(ALGORITHM, joined, rounds=0, keep_local=ways, **SMALL)
     setup, ears = dataclasses.replace(played.setup, models=joined.models), Ears()
     with pytest.raises(ConfigError, match=refusal):  # one that comes after training
-        ALGORITHM.admit(setup, played.state, Cohort(1, ("new",)), ears(played.engine.ask))
+        ALGORITHM.admit(setup, played.state, Cohort(1, ("new",)), ears(played.session("admission").ask))
     assert not ears.asked
 
 

@@ -19,10 +19,10 @@ from fedloom.core.contract import Cohort, Program
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.distillation import distilled
-from fedloom.hypernets.places import deploying, global_network, global_place
+from fedloom.looms.places import deploying, global_network, global_place
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.programs.distillation import distilled
 from tiny import Ears, lines
 
 TWO = ("lenet:kernels=2", "mlp:hidden=5")
@@ -65,13 +65,13 @@ class Watch(Ears):
         self.memory: list[dict[str, Tree]] = []
 
     def __call__(self, ask: Any) -> Any:
-        hears, engine = super().__call__(ask), ask.__self__
+        hears, session = super().__call__(ask), ask.__self__
 
         def heard(program: Program, shared: Tree, mine: Any) -> PerClient:
             self.shared.append(shared)
             self.mine.append({client: mine[client] for client in mine})
             replies = hears(program, shared, mine)
-            self.memory.append(dict(engine.memory))
+            self.memory.append(dict(session.memory))
             return replies
 
         return heard
@@ -84,7 +84,7 @@ def test_without_a_global_model_it_is_mh_pfedhn_bit_for_bit(step: str, engine: s
     plain = play(mh_pfedhn.ALGORITHM, federation, engine, server_step=step, **SMALL)
     config = {**SMALL, "server_step": step, "global_share": 0.0, "distil_weight": 0.0}
     played = play(ALGORITHM, federation, engine, **config)
-    ends = [flatten({"state": p.state._asdict(), "memory": p.engine.memory}) for p in (plain, played)]
+    ends = [flatten({"state": p.state._asdict(), "memory": p.memory}) for p in (plain, played)]
     extra = ends[1].keys() - ends[0].keys()
     assert all("vectors.global" in path for path in extra)
     assert all(torch.equal(value, ends[1][path]) for path, value in ends[0].items())
@@ -135,7 +135,7 @@ def test_the_global_step_is_weighted_by_numbers_of_samples() -> None:
     # the first personal model is woven after that step, its vectors being as they were
     first = watch.asked[1][0]
     pieces = {**start.pieces, **{p: {n: v.detach() for n, v in params.items()} for p, params in leaves.items()}}
-    wanted = mh_pfedhn.personalise(played.setup, mh_pfedhn.State(pieces, {}), (first,)).mine[first]["vector"]
+    wanted = mh_pfedhn.send(played.setup, mh_pfedhn.State(pieces, {}), (first,)).mine[first]["vector"]
     torch.testing.assert_close(watch.mine[1][first]["vector"], wanted, rtol=0, atol=1e-12)
 
 
@@ -229,7 +229,7 @@ def test_clients_that_do_not_answer_the_first_ask_are_not_asked_again() -> None:
     federation.x[federation.roster["3"].rows["train"]] = float("nan")
     played = play(ALGORITHM, federation, rounds=1, wrap=watch, **SMALL)
     assert sorted(who for asked in watch.asked[1:] for who in asked) == ["0", "1", "2", "4"]
-    assert [d.client for d in played.engine.books.dropped] == ["3"]
+    assert [d.client for d in played.stats.dropped] == ["3"]
 
 
 def test_noise_goes_on_both_updates() -> None:
@@ -264,6 +264,8 @@ def test_the_server_knows_no_shapes_but_those_of_a_network_of_its_own() -> None:
     class Spy:
         def __init__(self, model: Model) -> None:
             self.size, self.spec = model.size, model.spec
+            self.input_shape, self.num_outputs = model.input_shape, model.num_outputs  # of the roster
+            self.device, self.dtype = model.device, model.dtype
 
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"the server looked at {name}")
@@ -271,10 +273,9 @@ def test_the_server_knows_no_shapes_but_those_of_a_network_of_its_own() -> None:
     federation = small_federation(TWO)
     setup = setup_of(federation, Config(local_epochs=1, batch_size=4, global_model="mlp:hidden=4", **SMALL))
     blind = dataclasses.replace(setup, models={client: Spy(model) for client, model in setup.models.items()})
-    engine = play(ALGORITHM, federation, rounds=0, global_model="mlp:hidden=4", **SMALL).engine
+    played = play(ALGORITHM, federation, rounds=0, global_model="mlp:hidden=4", **SMALL)
     state = ALGORITHM.init(blind)
-    engine.begin(1)
-    state, _ = ALGORITHM.round(blind, state, Cohort(1, federation.participants), engine.ask)
+    state, _ = ALGORITHM.round(blind, state, Cohort(1, federation.participants), played.session(1).ask)
     global_model(blind, state)
 
 
@@ -326,6 +327,5 @@ def test_a_newcomer_smaller_than_all_is_admitted_with_a_head_of_its_own() -> Non
     small = Model(parse("mlp:hidden=1", (1, 6, 6), 3), dtype=torch.float64)
     federation = federation.joined_by("new", small, federation.x[:5], federation.y[:5])
     played = play(ALGORITHM, federation, rounds=1, admit_rounds=2, **SMALL)
-    played.engine.begin("admission")
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, ("new",)), played.engine.ask)
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, ("new",)), played.session("admission").ask)
     assert sent.mine["new"]["vector"].shape == (43,)

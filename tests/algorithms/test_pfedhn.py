@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from conftest import play, setup_of, small_federation
-from fedloom.algorithms.pfedhn import ALGORITHM, State, embeddings_of, loom_of, whole
+from fedloom.algorithms.pfedhn import ALGORITHM, State, embeddings_of, loom_of
 from fedloom.core.contract import Cohort
 from fedloom.core.errors import NeedsError
-from fedloom.hypernets.outer import begin_outer
+from fedloom.looms.outer import begin_outer
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from tiny import HAND, Ears, lines, torch_steps
@@ -193,9 +193,9 @@ def test_the_woven_model_is_what_a_client_deploys() -> None:
     federation = small_federation(TWO)
     played = play(ALGORITHM, federation, rounds=1, hidden=20)
     hyper = Hyper(settled(played), targets_of(federation))
-    sent = ALGORITHM.personalise(played.setup, played.state, ("4", "1"))
+    sent = ALGORITHM.send(played.setup, played.state, ("4", "1"))
     for client in ("4", "1"):
-        deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine[client], played.engine.recall(client))
+        deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine[client], played.recall(client))
         for name, value in hyper(int(client), str(federation.roster[client].model.spec)).items():
             torch.testing.assert_close(deployed["params"][name], value.detach(), rtol=0, atol=1e-12)
 
@@ -253,8 +253,8 @@ def test_class_shares_become_embeddings_are_asked_for_once_and_never_change(labe
     assert first.state.embeddings.flatten().tolist() == pytest.approx([0.5, 0.25, 0.25, 1 / 3, 1 / 3, 1 / 3], abs=1e-15)
     played = play(ALGORITHM, labelled, rounds=3, cohorts=cohorts, wrap=ears, descriptor="class_shares", server_lr=0.3)
     assert played.state.embeddings.flatten().tolist() == pytest.approx([0.5, 0.25, 0.25, 0.0, 0.2, 0.8], abs=1e-15)
-    asked = [who for name, who in zip(ears.programs, ears.asked) if name == "class_shares"]
-    assert asked == [["0"], ["1"]] and ears.programs.count("pfedhn.train") == 3
+    asked = [who for name, who in zip(ears.programs, ears.asked) if name == "label_shares"]
+    assert asked == [["0"], ["1"]] and ears.programs.count("train") == 3
     assert not torch.equal(played.state.loom["trunk.0.weight"], first.state.loom["trunk.0.weight"])
 
 
@@ -276,9 +276,9 @@ def test_a_newcomer_is_described_by_its_class_shares_and_not_trained(labelled) -
     x = labelled.x[:4].clone()
     joined = labelled.joined_by("new", labelled.roster["0"].model, x, torch.tensor([1, 1, 0, 1]))
     played, ears = play(ALGORITHM, joined, rounds=1, descriptor="class_shares", hidden=20), Ears()
-    played.engine.begin("admission")
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, ("new",)), ears(played.engine.ask))
-    assert ears.programs == ["class_shares"]
+    session = played.session("admission")
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, ("new",)), ears(session.ask))
+    assert ears.programs == ["label_shares"]
     table = torch.tensor([[0.25, 0.75, 0.0]], dtype=torch.float64)
     expected = Hyper(played.state._replace(embeddings=table), targets_of(joined))(0, "mlp:hidden=5")
     for name, value in expected.items():
@@ -304,7 +304,7 @@ def test_spectral_norm_divides_every_layer_by_its_largest_singular_value() -> No
     hyper = Hyper(settled(played)._replace(loom=divided), targets)
     scaled = state._replace(loom={n: v * 7 if n.endswith("weight") else v for n, v in state.loom.items()})
     for which in (state, scaled):
-        sent = ALGORITHM.personalise(played.setup, which, ("0", "1"))
+        sent = ALGORITHM.send(played.setup, which, ("0", "1"))
         for client in ("0", "1"):
             for name, value in hyper(int(client), str(federation.roster[client].model.spec)).items():
                 torch.testing.assert_close(sent.mine[client]["params"][name], value.detach(), rtol=0, atol=1e-10)
@@ -318,7 +318,7 @@ def test_one_loom_weaves_three_budgets_and_each_client_gets_its_own_shapes() -> 
     )
     played = play(ALGORITHM, federation, rounds=1, hidden=20, wrap=ears, server_lr=0.3)
     start = ALGORITHM.init(played.setup)
-    sent = ALGORITHM.personalise(played.setup, played.state, federation.participants)
+    sent = ALGORITHM.send(played.setup, played.state, federation.participants)
     for client, kernels in zip(federation.participants, (2, 4, 8, 2, 4, 8)):
         params = sent.mine[client]["params"]
         assert params["conv1.weight"].shape == (kernels, 1, 5, 5)
@@ -344,14 +344,15 @@ def newcomers_after(rounds: int, **config):
     """Five clients of one loom, the last two of them held out."""
     federation = small_federation(TWO, unseen=2)
     played = play(ALGORITHM, federation, rounds=rounds, hidden=20, server_lr=0.3, **config)
-    played.engine.begin("admission")
     return federation, played
 
 
 def test_admission_is_sgd_on_the_embedding_alone_from_the_participants_mean() -> None:
     federation, played = newcomers_after(2, admit_rounds=3, admit_lr=0.2)
     ears = Ears()
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), ears(played.engine.ask))
+    sent = ALGORITHM.admit(
+        played.setup, played.state, Cohort(1, federation.unseen), ears(played.session("admission").ask)
+    )
     for client in federation.unseen:
         spec = str(federation.roster[client].model.spec)
         mean = settled(played).embeddings.mean(0, keepdim=True)
@@ -376,8 +377,8 @@ def test_admission_lowers_the_newcomers_training_loss_and_leaves_the_loom() -> N
     config = {**HAND, "server_lr": 0.05, "hidden": 30, "admit_rounds": 40}
     played = play(ALGORITHM, federation, rounds=150, **config)
     frozen = {name: value.clone() for name, value in played.state.loom.items()}
-    played.engine.begin("admission")
-    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), played.engine.ask)
+    session = played.session("admission")
+    sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), session.ask)
     assert all(torch.equal(value, frozen[name]) for name, value in played.state.loom.items())
     mean = played.state._replace(embeddings=settled(played).embeddings.mean(0, keepdim=True))
     unadapted = float(Hyper(mean, targets_of(federation))(0, "tiny:Line")["line.weight"].detach())
@@ -391,8 +392,8 @@ def test_a_newcomers_embedding_does_not_depend_on_who_else_comes() -> None:
     _, played = newcomers_after(1, admit_rounds=3)
     ends = []
     for newcomers in (("3", "4"), ("4",)):
-        played.engine.begin("admission")
-        sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, newcomers), played.engine.ask)
+        session = played.session("admission")
+        sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, newcomers), session.ask)
         ends.append(sent.mine["4"]["params"])
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=0, atol=1e-12)
@@ -404,7 +405,8 @@ def test_a_newcomer_with_an_architecture_that_the_loom_does_not_know_is_refused(
     federation = federation.joined_by("new", other, federation.x[:4], federation.y[:4])
     played = play(ALGORITHM, federation, rounds=0)
     with pytest.raises(NeedsError) as caught:
-        ALGORITHM.admit(setup_of(federation, played.setup.config), played.state, Cohort(1, ("new",)), played.engine.ask)
+        setup = setup_of(federation, played.setup.config)
+        ALGORITHM.admit(setup, played.state, Cohort(1, ("new",)), played.session("admission").ask)
     assert str(caught.value) == (
         "The loom weaves mlp:hidden=5; client new has mlp:hidden=7. "
         "Admit it with an architecture that took part in training."
@@ -414,5 +416,5 @@ def test_a_newcomer_with_an_architecture_that_the_loom_does_not_know_is_refused(
 def test_the_loom_for_a_roster_does_not_count_newcomers() -> None:
     federation = small_federation(TWO, sizes=(4,) * 8, unseen=5)
     setup = setup_of(federation, ALGORITHM.config())
-    loom = loom_of(setup, whole)
+    loom = loom_of(setup)
     assert loom.embed_dim == 1 and list(loom.targets) == list(TWO)

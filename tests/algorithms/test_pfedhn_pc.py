@@ -13,7 +13,7 @@ from fedloom.algorithms import pfedhn
 from fedloom.algorithms.pfedhn_pc import ALGORITHM
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
-from fedloom.hypernets.outer import begin_outer
+from fedloom.looms.outer import begin_outer
 from tiny import HAND, Ears, headless, lines, torch_steps
 
 PLAIN_OUTER = {"server_momentum": 0.0, "server_weight_decay": 0.0, "server_clip": 0.0}
@@ -50,7 +50,7 @@ def test_one_round_on_paper() -> None:
     }
     assert {name: float(value) for name, value in played.state.loom.items()} == pytest.approx(expected, abs=1e-12)
     assert float(played.state.embeddings) == pytest.approx(1.04, abs=1e-12)
-    assert float(played.engine.memory["0"]["head"]["top.weight"]) == pytest.approx(2.2, abs=1e-12)
+    assert float(played.memory["0"]["own"]["top.weight"]) == pytest.approx(2.2, abs=1e-12)
 
 
 def test_the_heads_momentum_persists_and_the_bodys_starts_afresh_on_paper() -> None:
@@ -63,9 +63,9 @@ def test_the_heads_momentum_persists_and_the_bodys_starts_afresh_on_paper() -> N
     federation, ears = lines([[(1, 3)]], "tiny:BodyAndHead"), Ears()
     config = {**HAND, **PLAIN_OUTER, "momentum": 0.9, "server_lr": 0.0}
     played = play(BY_HAND, federation, rounds=3, hidden=1, layers=1, wrap=ears, **config)
-    memory = played.engine.memory["0"]
-    assert float(memory["head"]["top.weight"]) == pytest.approx(2.938, abs=1e-12)
-    assert float(memory["head_optimiser"]["momentum"]["top.weight"]) == pytest.approx(-3.98, abs=1e-12)
+    memory = played.memory["0"]
+    assert float(memory["own"]["top.weight"]) == pytest.approx(2.938, abs=1e-12)
+    assert float(memory["own_optimiser"]["momentum"]["top.weight"]) == pytest.approx(-3.98, abs=1e-12)
     changes = [float(replies["0"]["delta"]["body.weight"]) for replies in ears.replies]
     assert changes[:2] == pytest.approx([0.4, 0.352], abs=1e-12)
     assert "optimiser" not in memory
@@ -75,18 +75,18 @@ def test_a_client_does_what_torch_does_with_two_optimisers() -> None:
     """The body's is new in every round, the head's is one and the same; they are clipped apart."""
     federation = small_federation(("lenet:kernels=2", "mlp:hidden=5"))
     config = {"hidden": 20, "server_lr": 0.3, "weight_decay": 0.01, "clip": 0.3}
-    untouched = play(ALGORITHM, federation, rounds=0, **config).engine
+    untouched = play(ALGORITHM, federation, rounds=0, **config)
     for client in ("0", "1"):
         ears = Ears()
         played = play(ALGORITHM, federation, rounds=3, cohorts=[[client]] * 3, wrap=ears, **config)
         model = federation.roster[client].model
         module = model.module(model.init(0), {}).train()
-        module.load_state_dict(untouched.recall(client)["head"], strict=False)
+        module.load_state_dict(untouched.recall(client)["own"], strict=False)
         own = {name: p for name, p in module.named_parameters() if name in model.head}
         head = torch.optim.SGD(own.values(), lr=0.05, momentum=0.9, weight_decay=0.01)
         for number in range(3):
             before = play(ALGORITHM, federation, rounds=number, cohorts=[[client]] * 3, **config)
-            woven = ALGORITHM.personalise(before.setup, before.state, (client,)).mine[client]["params"]
+            woven = ALGORITHM.send(before.setup, before.state, (client,)).mine[client]["params"]
             module.load_state_dict(woven, strict=False)
             rest = {name: p for name, p in module.named_parameters() if name not in model.head}
             body = torch.optim.SGD(rest.values(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -94,10 +94,10 @@ def test_a_client_does_what_torch_does_with_two_optimisers() -> None:
             for name, value in ears.replies[number][client]["delta"].items():
                 torch.testing.assert_close(value, rest[name].detach() - woven[name], rtol=0, atol=1e-10)
         for name, value in own.items():
-            kept = played.engine.memory[client]
-            torch.testing.assert_close(kept["head"][name], value.detach(), rtol=0, atol=1e-10)
+            kept = played.memory[client]
+            torch.testing.assert_close(kept["own"][name], value.detach(), rtol=0, atol=1e-10)
             momentum = head.state[value]["momentum_buffer"]
-            torch.testing.assert_close(kept["head_optimiser"]["momentum"][name], momentum, rtol=0, atol=1e-10)
+            torch.testing.assert_close(kept["own_optimiser"]["momentum"][name], momentum, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("model", ["lenet:kernels=2", "testnets:Normed"])
@@ -113,11 +113,11 @@ def test_the_head_is_in_nothing_that_is_sent() -> None:
     federation, ears = small_federation(("lenet:kernels=2",), unseen=2), Ears()
     played = play(ALGORITHM, federation, wrap=ears, hidden=20, admit_rounds=1)
     body = {name for name in federation.roster["0"].model.shapes if not name.startswith("fc3.")}
-    played.engine.begin("admission")
-    admitted = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), ears(played.engine.ask))
+    session = played.session("admission")
+    admitted = ALGORITHM.admit(played.setup, played.state, Cohort(1, federation.unseen), ears(session.ask))
     assert ears.down == {f"params/{name}" for name in body}
     assert ears.up == {f"delta/{name}" for name in body} | {"num_samples", "loss"}
-    sent = ALGORITHM.personalise(played.setup, played.state, federation.participants)
+    sent = ALGORITHM.send(played.setup, played.state, federation.participants)
     for what, clients in ((sent, federation.participants), (admitted, federation.unseen)):
         assert what.shared == {} and all(set(flatten(what.mine[client])) == ears.down for client in clients)
     rows = sum(len(v) for name, v in played.state.loom.items() if name.startswith("head.") and name.endswith("bias"))
@@ -128,21 +128,19 @@ def test_the_head_is_in_nothing_that_is_sent() -> None:
 def test_the_clients_head_goes_on_the_woven_body() -> None:
     federation = small_federation()
     played = play(ALGORITHM, federation, rounds=1, hidden=20)
-    sent = ALGORITHM.personalise(played.setup, played.state, ("2",))
-    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["2"], played.engine.recall("2"))
+    sent = ALGORITHM.send(played.setup, played.state, ("2",))
+    deployed = ALGORITHM.client_deploy(None, sent.shared, sent.mine["2"], played.recall("2"))
     assert deployed["params"].keys() == federation.roster["2"].model.shapes.keys()
-    assert deployed["params"]["output.weight"] is played.engine.memory["2"]["head"]["output.weight"]
+    assert deployed["params"]["output.weight"] is played.memory["2"]["own"]["output.weight"]
     assert torch.equal(deployed["params"]["hidden.0.weight"], sent.mine["2"]["params"]["hidden.0.weight"])
 
 
 def test_a_client_that_was_not_asked_keeps_its_head_and_momentum() -> None:
     federation = small_federation()
-    one, two = (
-        play(ALGORITHM, federation, rounds=n, cohorts=[["0", "1"], ["1"]], hidden=20).engine.memory for n in (1, 2)
-    )
+    one, two = (play(ALGORITHM, federation, rounds=n, cohorts=[["0", "1"], ["1"]], hidden=20).memory for n in (1, 2))
     after = flatten(two["0"])
     assert all(torch.equal(after[path], value) for path, value in flatten(one["0"]).items())
-    assert not torch.equal(one["1"]["head"]["output.weight"], two["1"]["head"]["output.weight"])
+    assert not torch.equal(one["1"]["own"]["output.weight"], two["1"]["own"]["output.weight"])
 
 
 def test_the_outer_rate_is_five_times_pfedhns_and_all_else_is_the_same() -> None:

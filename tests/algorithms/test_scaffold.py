@@ -14,7 +14,7 @@ from tiny import HAND, lines
 
 def numbers(played) -> list[float]:
     """x, c, c_0, c_1 of the line."""
-    own = [played.engine.memory[client]["control"]["line.weight"] for client in ("0", "1")]
+    own = [played.memory[client]["control"]["line.weight"] for client in ("0", "1")]
     return [float(v) for v in (played.state.params["line.weight"], played.state.control["line.weight"], *own)]
 
 
@@ -74,6 +74,6 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients(cohorts: list[li
     federation = small_federation(("lenet:kernels=2",))
     played = play(ALGORITHM, federation, rounds=3, cohorts=cohorts)
     for name, value in played.state.control.items():
-        own = [played.engine.recall(client)["control"][name] for client in federation.participants]
+        own = [played.recall(client)["control"][name] for client in federation.participants]
         torch.testing.assert_close(torch.stack(own).mean(0), value, rtol=0, atol=1e-12)
         assert value.abs().max() > 1e-3

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +34,12 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
     def call(*words: object) -> Outcome:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(word) for word in words])
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit) as end:
+                main([str(word) for word in words])
+        finally:
+            signal.signal(signal.SIGINT, before)  # a process that ends does not care
         return Outcome(int(end.value.code or 0), *capsys.readouterr())
 
     return call

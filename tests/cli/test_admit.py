@@ -72,7 +72,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_told(refused, tmp_
     np.savez(tmp_path / "new.npz", x=load_data("digits").x[:9])
     for more in ((), ("--adapt", "prior")):
         told = refused("admit", run.path, "--data", tmp_path / "new.npz", *more)
-        assert "deploys more than one network, so that there is no model to give or to write." in told
+        assert "deploys more than one network, which no network alone can load; give --format onnx or pt2" in told
 
 
 def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None:
@@ -81,7 +81,7 @@ def test_some_labels_are_counted_and_the_others_estimated(trained: Path) -> None
     y[20:] = -1
     run = fedloom.load(trained, adapt="prior")
     some, every = run.admit(x, y), run.admit(x, arrays.y[:40])
-    counts = [one.simulation.engine.memory["newcomer"]["label_counts"] for one in (some, every)]
+    counts = [one.newcomer.memory["label_counts"] for one in (some, every)]
     assert torch.equal(counts[1], torch.bincount(torch.as_tensor(arrays.y[:40]), minlength=10).float())
     assert bool((counts[0] >= torch.bincount(torch.as_tensor(y[:20]), minlength=10) - 1e-4).all())
     assert (some.report.labelled, every.report.labelled) == (20, 40)

@@ -11,11 +11,20 @@ def first_words(text: str) -> list[str]:
 
 def test_methods_lists_the_folder(cli):
     out = cli("methods").out
-    assert set(algorithms.names()) <= set(first_words(out))
-    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    lines = {line.split()[1]: line for line in out.splitlines() if len(line.split()) > 2}
+    assert set(algorithms.names()) <= set(lines)
     assert "same model" in lines["fedavg"] and lines["fedavg"].rstrip().endswith("without labels")
     assert lines["local"].rstrip().endswith(" no")
-    assert lines["pfedhn"].rstrip().endswith(" with labels")
+    assert lines["pfedhn"].rstrip().endswith(" with labels") and lines["pfedhn"].startswith(" loom")
+    assert "unlabelled server data" in lines["feddf"] and "server data" not in lines["fedavg"]
+
+
+def test_methods_are_narrowed_by_words_in_their_lines(cli):
+    looms = {line.split()[1] for line in cli("methods", "LOOM").out.splitlines() if line.startswith(" loom")}
+    assert {"pfedhn", "hypergenfl"} <= looms and "fedavg" not in looms
+    assert "it_pfl_hn" in cli("methods", "loom", "without labels").out
+    refused = cli("methods", "xyzzy")
+    assert refused.code == 2 and "No method's line has all of 'xyzzy'" in refused.err
 
 
 def test_datasets_lists_datasets_and_partitions(cli):

@@ -57,7 +57,7 @@ def test_names_in_an_app_do_not_clash() -> None:
 
 
 def test_init_refuses(refused: Refused, cli: Cli, tmp_path: Path) -> None:
-    assert "did you mean 'pfedhn'" in refused("deploy", "init", "ward", "--method", "pfedhm")
+    assert "did you mean 'pfedme' or 'pfedhn'" in refused("deploy", "init", "ward", "--method", "pfedhm")
     assert "Unknown setting" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "round=3")
     assert "NAME=VALUE" in refused("deploy", "init", "ward", "--method", "pfedhn", "--set", "rounds")
     assert "'nosuch'" in refused("deploy", "init", "ward", "--method", "pfedhn", "--model", "mlp,nosuch")

@@ -37,6 +37,21 @@ def test_help_is_quick():
     assert min(float(after_help()[1]) for _ in range(3)) < 0.5
 
 
+def test_a_command_imports_its_own_method_only():
+    """Whose a flag could be is asked of other methods only if it is none of the command's own."""
+    program = """
+import sys
+from fedloom.cli.main import main
+try:
+    main("run fedavg --out x --seeds 2 --json --quiet --trust --config=c --help".split())
+except SystemExit as end:
+    assert not end.code
+print([name for name in sys.modules if name.startswith("fedloom.algorithms.")])
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "['fedloom.algorithms.fedavg']"
+
+
 def test_version(cli):
     assert cli("--version").out == f"fedloom {fedloom.__version__}\n"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom import algorithms, api
+from fedloom import algorithms
 from fedloom.core.contract import Algorithm
 from fedloom.data import load
+from fedloom.training.config import parse_options
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def scaffold(cli, monkeypatch):
 
 
 def test_a_scaffold_is_a_method_that_trains(scaffold, monkeypatch):
-    from fedloom.runs.simulation import Simulation
+    from fedloom.training.simulation import Simulation
 
     assert isinstance(scaffold.ALGORITHM, Algorithm)
     assert scaffold.ALGORITHM.name == "Fedmine"
@@ -35,10 +36,10 @@ def test_a_scaffold_is_a_method_that_trains(scaffold, monkeypatch):
     def after_two_rounds(method):
         # batches of all samples, as their order is drawn by the program's name
         given = {"clients": 4, "local_steps": 3, "model": "mlp", "batch_size": 2000, "dtype": "float64"}
-        shared, own = api.parse_options(method, given)
+        shared, own = parse_options(method, given)
         simulation = Simulation(method, shared, own, load("digits"))
         losses = [simulation.train_round()["diagnostics"]["local_loss"] for _ in range(2)]
-        return losses, simulation.metrics()
+        return losses, simulation.evaluation().metrics
 
     losses, metrics = after_two_rounds("fedmine")
     assert np.isfinite(losses).all()
@@ -47,18 +48,17 @@ def test_a_scaffold_is_a_method_that_trains(scaffold, monkeypatch):
     assert metrics == pytest.approx(expected[1])
 
 
-def test_a_scaffold_explains_itself():
-    from fedloom.cli.new import TEMPLATE
-
-    text = TEMPLATE.read_text()
+def test_a_scaffold_explains_itself(scaffold):
+    text = Path("fedmine.py").read_text()
     assert "TODO" not in text
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
             assert ast.get_docstring(node), node
 
 
-def test_a_scaffold_has_nothing_of_the_template_s_name(scaffold):
-    assert "template" not in Path("fedmine.py").read_text().lower()
+def test_a_scaffold_goes_by_its_own_name(scaffold):
+    assert scaffold.ALGORITHM.name == "Fedmine" and scaffold.__doc__.startswith("Fedmine: ")
+    assert "fedmine" not in algorithms.names()  # and is no method until its folder is given
 
 
 @pytest.mark.parametrize("name", ["FedMine", "fed-mine", "class", "9fed", "_fed", "a/b"])

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,7 +104,7 @@ def test_a_network_of_the_user_s_own(cli):
 
 def test_an_option_of_another_method_is_told_apart_from_a_slip(cli):
     outcome = cli("run", "pfedhn", *TINY, "--mu=0.1")
-    assert outcome.code == 2 and "--mu is an option of fedprox, not of pfedhn." in outcome.err
+    assert outcome.code == 2 and "--mu is an option of fedprox, moon, not of pfedhn." in outcome.err
     outcome = cli("run", "pfedhn", *TINY, "--embeddim", 3)
     assert outcome.code == 2 and "--embed-dim" in outcome.err
     assert cli("run", "pfedhn", *TINY, "--no-spectral-norm", "--quiet").code == 0
@@ -134,7 +137,7 @@ def test_a_method_file_that_is_not_python_does_not_break_the_list(monkeypatch, t
 
 
 REFUSALS = [
-    (["pfedhm"], "Unknown method 'pfedhm'; did you mean 'pfedhn'"),
+    (["pfedhm"], "Unknown method 'pfedhm'; did you mean 'pfedme' or 'pfedhn'"),
     (["fedavg", "--clients", "many"], "--clients is 'many'; expected a whole number"),
     (["fedavg", "--clients", "0"], "--clients is 0; it must be at least 1"),
     (["fedavg", "--rounds", "-3"], "--rounds is -3; it must be at least 0"),
@@ -222,3 +225,76 @@ def test_ctrl_c_before_anything_is_saved(cli, monkeypatch):
     monkeypatch.setattr("fedloom.api.run", interrupt)
     outcome = cli("run", "fedavg", *TINY)
     assert (outcome.code, outcome.err) == (130, "fedloom: stopped before the first round; nothing was saved.\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_ctrl_c_five_times_in_a_row_is_one(cli, tmp_path):
+    """They come while workers end, while the run is saved, and while the process ends."""
+    out = tmp_path / "stopped"
+    words = ["run", "fedavg", *TINY, "--engine", "parallel", "--rounds", 100_000, "--eval-every", 1, "--out", out]
+    program = f"from fedloom.cli.main import main; main({list(map(str, words))})"
+    env = {**os.environ, "PYTHONPATH": str(Path(fedloom.__file__).absolute().parents[1])}
+    with subprocess.Popen([sys.executable, "-c", program], env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        while not process.stderr.readline().startswith("round 1/"):
+            assert process.poll() is None
+        for pause in (0.001, 0.01, 0.1, 0.3, 0):
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause)
+        told = process.stderr.read()
+        assert process.wait(timeout=30) == 130
+    assert told.splitlines()[-1] == f"fedloom: stopped; saved in {out}. Go on with `fedloom resume {out}`."
+    assert "Traceback" not in told
+    done = json.loads((out / "summary.json").read_text())["rounds"]
+    assert cli("resume", out, "--rounds", done + 1, "--quiet").code == 0
+
+
+def test_a_network_that_memory_has_no_room_for(refused, monkeypatch):
+    sentence = refused("run", "fedavg", *TINY[:-1], "mlp:hidden=100000000000000")
+    assert sentence.startswith("This machine has too little memory (25,600,000.0 GB are wanted at once); take a ")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_refused_and_not_waited_for(kind, cli, refused, trained, tmp_path):
+    """Every file of a run in turn, and every option that names a file."""
+    place = tmp_path / "place"
+
+    def put(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+
+    put(place)
+    put(place.with_suffix(".npz"))
+    for words in (
+        ["run", "--config"],
+        ["run", "fedavg", "--config"],
+        *([["run", "fedavg", "--out"]] * (kind == "pipe")),
+    ):
+        assert str(place) in refused(*words, place)
+    for words in (["run", "fedavg", "--dataset"], ["admit", trained, "--data"], ["data", "show", "--dataset"]):
+        assert str(place) in refused(*words, place.with_suffix(".npz"))
+    for file in [file for file in trained.rglob("*") if file.is_file()]:
+        run = tmp_path / "run"
+        shutil.copytree(trained, run)
+        put(run / file.relative_to(trained))
+        for words in (["evaluate", run], ["export", run, "--all"], ["resume", run, "--rounds", 9, "--quiet"]):
+            outcome = cli(*words)
+            assert "Traceback" not in outcome.err
+            assert outcome.code == 0 or (outcome.code == 2 and str(run) in outcome.err)
+            if file.name in ("config.yaml", "roster.json"):
+                assert outcome.code == 2
+        shutil.rmtree(run)
+
+
+def test_a_folder_without_permission_is_named(refused, monkeypatch, trained):
+    real = Path.is_file
+
+    def is_file(self: Path) -> bool:
+        if trained in self.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    for words in (["resume", trained], ["evaluate", trained], ["export", trained, "--all"]):
+        assert refused(*words).startswith(f"Cannot use {trained}/config.yaml: Permission denied; give another")

@@ -2,7 +2,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from fedloom.data import registry
 
 TINY = ("--clients", 4, "--rounds", 2, "--local-steps", 2, "--model", "mlp")
 
@@ -18,6 +21,78 @@ def test_resume_as_json(cli, own_copy):
     record, summary = map(json.loads, cli("resume", own_copy, "--rounds", 3, "--json").out.splitlines())
     assert (record["round"], summary["rounds"]) == (3, 3)
     assert cli("resume", own_copy, "--rounds", 4, "--quiet") == (0, f"{own_copy}\n", "")
+
+
+CHANGED = {
+    "config": ("config.yaml", ("resume", "evaluate", "export --all", "admit --data own.npz")),
+    "roster": ("roster.json", ("resume", "evaluate", "export --all", "admit --data own.npz")),
+    "data": ("own.npz", ("resume", "evaluate")),
+    "metrics": ("metrics.jsonl", ("resume",)),
+}
+
+
+@pytest.mark.parametrize(("what", "words"), [(what, words) for what in CHANGED for words in CHANGED[what][1]])
+def test_what_was_changed_since_is_refused_and_forced(cli, refused, what, words):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((80, 5), dtype=np.float32), np.arange(80) % 4
+    np.savez("own.npz", x=x, y=y)
+    assert cli("run", "fedavg", *TINY, "--dataset", "own.npz", "--out", "run", "--quiet").code == 0
+    file = Path("run") / CHANGED[what][0]
+    if what == "config":
+        file.write_text(file.read_text().replace("local_lr: 0.005", "local_lr: 0.05"))
+    elif what == "roster":
+        content = json.loads(file.read_text())
+        content["clients"][0]["train"] += 1
+        file.write_text(json.dumps(content))
+    elif what == "data":
+        order = rng.permutation(80)
+        np.savez("own.npz", x=x[order], y=y[order])
+    else:
+        file.write_text("")
+    command, *more = words.split()
+    further = ("--rounds", 3, "--quiet") if command == "resume" else ()
+    told = refused(command, "run", *more, *further)
+    sentences = {
+        "config": "run/config.yaml was changed since round",
+        "roster": "run/roster.json was changed since round",
+        "data": "The data were changed since round",
+        "metrics": "run/metrics.jsonl lacks the record of round 1 of 2",
+    }
+    assert told.startswith(sentences[what]) and told.endswith("give --force to go on all the same.")
+    assert cli(command, "run", *more, *further, "--force").code == 0
+
+
+def test_data_that_have_moved_are_given_their_place(cli, refused, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((80, 5), dtype=np.float32), np.arange(80) % 4
+    np.savez("own.npz", x=x, y=y)
+    assert cli("run", "fedavg", *TINY, "--dataset", "own.npz", "--out", "run", "--quiet").code == 0
+    Path("own.npz").rename("moved here.npz")
+    further = ("resume", "run", "--rounds", 3, "--quiet")
+    assert "Where they have moved: `fedloom resume run --dataset PATH`" in refused(*further)
+    np.savez("others.npz", x=1 - x, y=y)
+    assert refused(*further, "--dataset", "others.npz").startswith("The data were changed since round 2 was saved")
+    assert cli(*further, "--dataset", "moved here.npz").code == 0
+    assert json.loads(Path("run/summary.json").read_text())["rounds"] == 3
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedloom.api.resume", interrupt)
+    told = cli("resume", "run", "--rounds", 4, "--dataset", "moved here.npz", "--data-root", "/d").err
+    assert "`fedloom resume run --rounds 4 --dataset 'moved here.npz' --data-root /d`" in told
+
+
+def test_published_files_that_have_moved_are_found_by_their_root(cli, own_copy, monkeypatch):
+    roots = []
+
+    def load(name: str, root: str | None) -> object:
+        roots.append(root)
+        return registry.load(name, root)
+
+    monkeypatch.setattr("fedloom.api.load_data", load)
+    assert cli("resume", own_copy, "--rounds", 3, "--data-root", "elsewhere", "--quiet").code == 0
+    assert roots == ["elsewhere"]
 
 
 def test_ctrl_c_while_resuming_further(cli, own_copy, monkeypatch):

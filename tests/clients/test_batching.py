@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,25 @@ def test_a_pass_sees_each_sample_once_and_all_batches_but_its_last_are_full(
         assert len(set(seen)) == len(seen)
         if not batches.shuffle:
             assert list(seen) == list(range(100, 100 + len(seen)))
+
+
+@PROPERTIES
+@given(st.integers(1, 50), BATCHES, st.integers(1, 80), st.integers(0, 99))
+def test_no_batch_is_smaller_than_the_least_unless_all_data_are(
+    size: int, batches: Batches, least: int, seed: int
+) -> None:
+    plan = plan_of(size, replace(batches, least=least), seed)
+    assert all(len(rows) >= min(least, size, batches.size) for rows in plan.rows)
+    assert batches.epochs or len(plan.rows) == batches.steps
+    for epoch in set(plan.epochs[:-1]) if not batches.epochs else set(plan.epochs):
+        seen = np.concatenate([rows for rows, e in zip(plan.rows, plan.epochs) if e == epoch])
+        assert len(set(seen)) == len(seen)
+        assert len(seen) == size or epoch == plan.epochs[-1]
+
+
+def test_what_is_left_goes_to_the_batch_before_it() -> None:
+    sizes = [[len(rows) for rows in plan_of(17, Batches(size=8, epochs=1, least=least)).rows] for least in (1, 2)]
+    assert sizes == [[8, 8, 1], [8, 9]]
 
 
 def test_a_batch_larger_than_the_data_is_all_of_it_again_and_again() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.core.aggregate import mean_loss, weighted_mean
+from fedloom.core.aggregate import mean_buffers, mean_loss, weighted_mean
 from fedloom.core.trees import PerClient
 
 
@@ -76,3 +76,16 @@ def test_the_mean_lies_between_the_replies_and_ignores_the_scale_of_weights(
     values = [value for _, value in given]
     assert min(values) - 1e-9 <= float(means[0]["w"][0]) <= max(values) + 1e-9
     torch.testing.assert_close(means[0]["w"], means[1]["w"], rtol=1e-12, atol=1e-12)
+
+
+def test_counters_are_averaged_to_the_nearest_whole_number_and_keep_their_type() -> None:
+    """Weights 1 and 3: (1 * 3 + 3 * 4) / 4 = 3.75 is 4; equal weights: 3.5, of which the even one is taken, 4."""
+    replies = PerClient.of({
+        name: {"num_samples": torch.tensor(weight).double(), "buffers": {"mean": torch.tensor(mean).double(),
+                                                                        "count": torch.tensor(count)}}
+        for name, weight, mean, count in (("a", 1, 2.0, 3), ("b", 3, 6.0, 4))
+    })  # fmt: skip
+    before = {"mean": torch.tensor(0.0).double(), "count": torch.tensor(0)}
+    weighted, equal = mean_buffers(replies, before), mean_buffers(replies, before, None)
+    assert (float(weighted["mean"]), float(equal["mean"])) == (5.0, 4.0)
+    assert weighted["count"].dtype == torch.int64 and (int(weighted["count"]), int(equal["count"])) == (4, 4)

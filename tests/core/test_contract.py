@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from conftest import setup_of, small_federation
-from fedloom.core.contract import Batch, Needs
+from fedloom.core.contract import Batch, Needs, composed
 from fedloom.core.task import REGRESSION
+from fedloom.core.training import LocalConfig
 
 ZERO = torch.tensor(0)
 
@@ -77,3 +80,54 @@ def test_a_method_of_class_labels_refuses_regression() -> None:
     assert Needs(class_labels=True).violations(setup, "M") == [
         "M needs class labels; the task is regression. Choose another method."
     ]
+
+
+@pytest.mark.parametrize(
+    ("models", "needs", "sentence"),
+    [
+        (
+            ("testnets:Normed", "mlp:hidden=5"),
+            Needs(no_batchnorm=True),
+            "M cannot train BatchNorm; testnets:Normed has it. Choose a --model without it.",
+        ),
+        (
+            ("testnets:TwiceHeaded",),
+            Needs(features="any"),
+            "M needs the features before the output layer; testnets:TwiceHeaded does not call its output layer once "
+            "with one tensor. Choose another --model.",
+        ),
+        (
+            ("mlp:hidden=5", "mlp:hidden=4"),
+            Needs(features="same"),
+            "M compares features, which must have one shape in all models; mlp:hidden=5 has (5,), mlp:hidden=4 has "
+            "(4,). Choose others.",
+        ),
+        (
+            ("testnets:Pooled",),
+            Needs(linear_head=True),
+            "M needs a dense output layer; that of testnets:Pooled is another. Choose a --model that ends in one.",
+        ),
+    ],
+)
+def test_what_methods_ask_of_features_and_layers(models: tuple[str, ...], needs: Needs, sentence: str) -> None:
+    setup = setup_of(small_federation(models), LocalConfig())
+    assert needs.violations(setup, "M") == [sentence]
+    assert needs.violations(setup_of(small_federation(("mlp:hidden=5",)), LocalConfig()), "M") == []
+
+
+def test_a_server_without_data_is_refused_and_its_clients_are_not() -> None:
+    setup = setup_of(small_federation(), LocalConfig())
+    needs = Needs(same_model=True, server_data="labelled")
+    assert needs.violations(setup, "M") == []
+    object.__setattr__(setup, "server_data", None)
+    assert needs.violations(setup, "M") == ["M needs labelled data on the server; there are none. Give --server-data."]
+    assert needs.of_clients == Needs(same_model=True) and needs.of_clients.violations(setup, "M") == []
+
+
+def test_a_message_for_one_client_goes_before_one_for_all_and_that_before_its_own_statistics() -> None:
+    memory = {"buffers": {"n": torch.tensor(1)}, "own": {"w": torch.tensor(2)}}
+    home: Any = None
+    assert composed(home, {}, {}, memory) == {"params": memory["own"], "buffers": memory["buffers"]}
+    both = {"buffers": {"n": torch.tensor(3)}}, {"buffers": {"n": torch.tensor(4)}}
+    assert composed(home, both[0], {}, memory)["buffers"] == both[0]["buffers"]
+    assert composed(home, *both, memory)["buffers"] == both[1]["buffers"]

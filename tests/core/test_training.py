@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fedloom
 from fedloom.core.contract import Batch, Home
 from fedloom.core.errors import ConfigError, RoundError
+from fedloom.core.optim import Optimiser
 from fedloom.core.random import key
 from fedloom.core.task import REGRESSION
 from fedloom.core.training import (
@@ -23,6 +24,7 @@ from fedloom.core.training import (
     delta,
     gradient,
     like_report,
+    pulled,
     remember,
     report,
     train_step,
@@ -103,6 +105,31 @@ def test_a_correction_is_applied_to_the_gradient_before_the_step() -> None:
     )
     assert carry.params["output.weight"].item() == pytest.approx(1.2, abs=1e-15)
     assert carry.params["output.bias"].item() == pytest.approx(-0.5, abs=1e-15)
+
+
+def test_what_pulls_to_a_centre_is_the_slope_of_a_squared_distance() -> None:
+    """d/dw = 7 and d/db = 4; from (2, 0) to the centre (1, 3), with strength 0.5: 7 + 0.5 and 4 - 1.5.
+
+    The step is a tenth of it, w = 1.25 and b = -0.25. A penalty of 0.25 (w - 1)^2 + 0.25 (b - 3)^2 gives the same.
+    """
+    home, start, centre = home_of(), line(2, 0), line(1, 3)
+    carry = begin(home, start, {"buffers": {}})
+    data = batch_of([1, 2], [1, 1])
+    corrected = train_step(home, carry, data, correction=pulled(start, centre, 0.5))
+    assert [corrected.params[name].item() for name in start] == pytest.approx([1.25, -0.25], abs=1e-15)
+    apart = lambda p: sum((p[name] - centre[name]).square().sum() for name in p) * 0.25  # noqa: E731
+    penalised = train_step(home, carry, data, penalty=apart)
+    assert all(torch.allclose(penalised.params[name], corrected.params[name], atol=1e-15) for name in start)
+
+
+def test_another_optimiser_takes_the_place_of_the_options() -> None:
+    """d/dw = 7 at the rate 0.01 instead of 0.1: w = 2 - 0.07; and there is a momentum, which is 7."""
+    home, optimiser = home_of(), Optimiser("sgd", 0.01, momentum=0.9)
+    carry = begin(home, line(2, 0), {"buffers": {}}, optimiser)
+    assert carry.optimiser["momentum"]["output.weight"].item() == 0
+    carry = train_step(home, carry, batch_of([1, 2], [1, 1]), optimiser=optimiser)
+    assert carry.params["output.weight"].item() == pytest.approx(1.93, abs=1e-15)
+    assert carry.optimiser["momentum"]["output.weight"].item() == 7
 
 
 def test_two_steps_sum_the_loss_and_tell_the_change() -> None:

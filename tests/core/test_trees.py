@@ -16,6 +16,7 @@ from fedloom.core.trees import (
     flatten,
     leaves,
     num_bytes,
+    only,
     signature,
     squared_norm,
     stack,
@@ -159,3 +160,8 @@ def test_nothing_for_each_client_is_one_group_of_empty_trees() -> None:
     assert made.groups == ((("a", "b"), {}),)
     assert dict(made) == {"a": {}, "b": {}}
     assert PerClient.empty([]).groups == ()
+
+
+def test_only_those_of_the_names_that_are_there() -> None:
+    params = {"a": torch.tensor(1), "b": torch.tensor(2), "c": torch.tensor(3)}
+    assert only(params, ["c", "a", "z"]) == {"c": params["c"], "a": params["a"]}

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Users' own arrays, files, folders and torch datasets, and the message for each thing that can be wrong."""
 
+import io
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -164,6 +167,30 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         path.write_bytes(raw)
         with pytest.raises(DataError, match=r"mine\.npz cannot be read as an \.npz file"):
             from_npz(path)
+
+
+def zipped(path, shape, data=b""):
+    """A file whose array x says that it has that shape."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x.npy", header.getvalue() + data)
+    return path
+
+
+def test_a_header_that_promises_more_than_there_is_is_refused_before_memory_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(np, "ndarray", None)  # which numpy would make of the header
+    for shape in ((1 << 40, 1 << 20), (1 << 33, 3), (3, 3)):
+        with pytest.raises(DataError, match=r"mine\.npz cannot be read .*cut off, or not as long as it says"):
+            from_npz(zipped(tmp_path / "mine.npz", shape, bytes(20)))
+
+
+def test_arrays_that_memory_has_no_room_for_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedloom.data.own.total", lambda: 10**6)
+    path = zipped(tmp_path / "mine.npz", (10**6, 3), bytes(12 * 10**6))
+    assert path.stat().st_size < 10**5
+    with pytest.raises(DataError, match=r"mine\.npz holds 0\.0 GB, and this machine has 0\.0 GB of memory"):
+        from_npz(path)
 
 
 def test_a_folder_has_one_file_per_client(tmp_path):

@@ -15,19 +15,27 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloom[flower]'")
 
 from conftest import small_federation
-from engines.flower.nearby import deployed, table_of
+from deploy.nearby import deployed, table_of
+from fedloom.core.contract import Batches
 from fedloom.core.errors import DataError, RoundError, RunError
+from fedloom.core.trees import flatten
+from fedloom.core.wire import decode
 from fedloom.deploy.client import answer, own_config
-from fedloom.deploy.options import read
+from fedloom.deploy.codec import facts_of, pack
+from fedloom.deploy.options import NodeOptions, read
 from fedloom.deploy.store import Refusal, Store, write_private
-from fedloom.engines.flower.codec import facts_of, pack
+from fedloom.engines import sequential
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
 
 X, Y = np.zeros((4, 1, 6, 6)), np.array([0, 1, 2, 0])
 
 
 def hello(tmp_path: Path, data: Any, model: Any = "mlp:hidden=5", **node: Any) -> dict[str, Any]:
     table = table_of("fedavg", small_federation())
-    context: Any = SimpleNamespace(run_config=table, node_config={"folder": str(tmp_path / "node"), **node})
+    context: Any = SimpleNamespace(
+        run_config=table, node_config={"folder": str(tmp_path / "node"), "min-batch": 1, **node}
+    )
     load = data if callable(data) else lambda node: data
     return facts_of(answer("query.hello", pack({"run": "r"}), context, load, lambda node: model))
 
@@ -67,7 +75,7 @@ def test_an_error_in_training_says_its_type_and_its_stage_and_nothing_of_the_dat
     monkeypatch.setattr("fedloom.deploy.server.PAUSE", 0.0)
     with pytest.raises(RoundError) as error:
         ours.train_round()
-    reasons = {d.reason for d in ours.engine.books.dropped}
+    reasons = {facts_of(reply)["error"] for kind, _, _, reply in ours.lobby.letters if kind == "train"}
     assert reasons == {f"raised {kind.__name__} in step; its own log says why"} and "bad sample" not in str(error.value)
     assert "bad sample [" in capsys.readouterr().err
 
@@ -115,15 +123,157 @@ def test_a_node_can_have_options_of_its_own_but_not_other_privacy() -> None:
     plain, private = (read({**table, "descriptor-epsilon": e}).config for e in (0.0, 1.0))
     assert own_config(private, {"descriptor-epsilon": 0.5, "client": "a"}).descriptor_epsilon == 0.5
     assert own_config(plain, {"local-lr": 0.5}).local_lr == 0.5 and own_config(plain, {}) == plain
-    with pytest.raises(Refusal, match="made for one of the two"):
+    with pytest.raises(Refusal, match="wants a model for private descriptors where the federation's is for none"):
         own_config(plain, {"descriptor-epsilon": 0.5})
 
 
-@pytest.mark.parametrize("option", [{"preset": "code"}, {"local-epochs": 5}, {"batch-size": 1, "local-steps": 3}])
-def test_what_is_the_same_for_all_is_not_quietly_left_out_of_a_nodes_options(option: dict[str, Any]) -> None:
+def test_a_nodes_options_bring_with_them_what_follows_from_them() -> None:
     config = read(table_of("mh_pfedhn", small_federation())).config
-    with pytest.raises(Refusal, match=f"was given {', '.join(option)}, which is the same for the whole federation"):
-        own_config(config, option)
+    code, steps = own_config(config, {"preset": "code"}), own_config(config, {"local-steps": 3, "batch-size": 2})
+    assert (code.local_epochs, code.local_lr, code.weight_decay) == (1, 5e-3, 5e-4)
+    assert steps.batches() == Batches("train", 2, steps=3)
+    assert own_config(config, {"preset": "code", "local-lr": 0.5}).local_lr == 0.5
+
+
+FORGED = [
+    ("fedavg", "participant", {}, "label_shares", "all of its label shares, of a method that wants none"),
+    ("fedavg", "participant", {}, "evaluate.train", "the loss on training data"),
+    ("fedavg", "participant", {}, "evaluate_plain.test", "the program of a run that is adapted"),
+    ("fedavg", "newcomer", {}, "train", "training, of one who only wants a model"),
+    ("it_pfl_hn", "newcomer", {"descriptor-epsilon": 0.1}, "encoder.describe", "its descriptor without noise"),
+    ("fedavg", "participant", {"evaluation": "none"}, "evaluate.test", "an evaluation that it gives none of"),
+    ("fedavg", "participant", {}, '{"name": "x", "init": ["os", "system"]}', "code"),
+    ("fedavg", "participant", {}, "train\x1b[2J", "what clears the screen of whoever reads the log"),
+]
+
+
+@pytest.mark.parametrize(("method", "role", "own", "program", "why"), FORGED, ids=[one[-1] for one in FORGED])
+def test_a_node_refuses_what_is_no_program_of_its_own_by_name_and_writes_it_down(
+    method: str, role: str, own: Any, program: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = table_of(method, small_federation(), **({"descriptor_epsilon": 1.0} if method == "it_pfl_hn" else {}))
+    node = {"client": "a", "folder": str(tmp_path), "min-batch": 1, "role": role, **own}
+    context: Any = SimpleNamespace(run_config=table, node_config=node)
+    ticket = {"run": "r", "client": "a", "stage": 1, "ask": 1, "from_version": 0, "to_version": 1, "kept_versions": ""}
+    asked = pack({**ticket, "program": program}, shared={}, mine={})
+    reply = answer("train", asked, context, lambda node: (X, Y), lambda node: "mlp:hidden=5")
+    printable = program.replace("\x1b", "")
+    refusal = f"was asked for {printable!r}, which its own config does not allow a {role}."
+    assert dict(reply.config_records)["facts"] == {"error": refusal} and not dict(reply.array_records).get("trees")
+    assert f"Refused to run {printable!r}: it is not what a {role} of " in caplog.text and "\x1b" not in caplog.text
+
+
+def test_a_node_computes_on_no_small_batches(tmp_path: Path) -> None:
+    small = {"error": "computes on batches of at least 8 samples (its own min-batch); train has 4. Set a larger "
+             "batch-size, or have it set min-batch."}  # fmt: skip
+    many = np.zeros((40, 1, 6, 6)), np.zeros(40, int)
+    own = {"min-batch": 8}
+    assert hello(tmp_path, many, **own) == small
+    assert hello(tmp_path, many, **own, **{"batch-size": 8})["samples"] == 40
+    few = hello(tmp_path, (X, Y), **own, **{"batch-size": 8})
+    assert few == {"error": "has 4 training samples, fewer than its own min-batch."}
+    assert NodeOptions().min_batch == 8  # without being asked for
+
+
+def asked_of(tmp_path: Path, program: str, parts: Any, method: str = "fedavg", **own: Any) -> dict[str, Any]:
+    """The facts of a node's reply to a program, sent what such a program is sent."""
+    table = table_of(method, small_federation(), **{"batch-size": 8})
+    node = {"client": "a", "folder": str(tmp_path), "min-batch": 8, **own}
+    context: Any = SimpleNamespace(run_config=table, node_config=node)
+    model = Model(parse("mlp:hidden=5", (1, 6, 6), 3), dtype=torch.float64)
+    ticket = {"run": "r", "client": "a", "stage": 1, "ask": 1, "from_version": 0, "to_version": 1, "kept_versions": ""}
+    content = pack({**ticket, "program": program}, shared={"params": model.init(0)}, mine={})
+    return facts_of(answer("train", content, context, lambda node: parts, lambda node: "mlp:hidden=5"))
+
+
+@pytest.mark.parametrize(
+    ("splits", "own", "announced", "refused"),
+    [
+        ({"train": 40, "val": 1, "test": 8}, {}, "train test", "val"),
+        ({"train": 40, "val": 1, "test": 8}, {"evaluation": "noised"}, "train val test", ""),
+        ({"train": 40, "val": 1, "test": 8}, {"min-batch": 1}, "train val test", ""),
+        ({"train": 1, "test": 7}, {"role": "newcomer"}, "train", "test"),
+    ],
+)
+def test_a_node_tells_nothing_of_few_samples(
+    splits: dict[str, int], own: Any, announced: str, refused: str, tmp_path: Path
+) -> None:
+    """An exact evaluation of one sample is that sample's loss."""
+    parts = {split: (np.random.default_rng(0).random((n, 1, 6, 6)), np.zeros(n, int)) for split, n in splits.items()}
+    assert hello(tmp_path, parts, **{"min-batch": 8, **own, "batch-size": 8})["splits"] == announced
+    for split in set(splits) - {"train"}:
+        facts = asked_of(tmp_path, f"evaluate.{split}", parts, **own)
+        told = f"has fewer {split} samples than its own min-batch, 8."
+        assert facts.get("error") == (told if split == refused else None)
+
+
+def test_a_newcomer_with_few_samples_settles_its_statistics_which_tells_nothing(tmp_path: Path) -> None:
+    parts = {"train": (np.zeros((1, 1, 6, 6)), None)}
+    assert "error" not in asked_of(tmp_path, "statistics", parts, role="newcomer")
+
+
+def test_a_short_last_batch_is_no_batch_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run_client = sequential.run_client
+
+    def watched(job: Any, client: str, *rest: Any) -> Any:
+        sizes.extend(len(rows) for rows in job.schedule(client).rows)
+        return run_client(job, client, *rest)
+
+    monkeypatch.setattr("fedloom.deploy.node.run_client", watched)
+    parts = {"train": (np.random.default_rng(0).random((17, 1, 6, 6)), np.zeros(17, int))}
+    assert "error" not in asked_of(tmp_path, "train", parts)
+    assert sizes == [8, 9, 8, 9]  # two passes
+
+
+def replies_of(ours: Any, client: str, program: str) -> list[Any]:
+    """What a client replied to a program."""
+    asks = [letter[2:] for letter in ours.lobby.letters if letter[0] == "train" and letter[1] == client]
+    found = [reply for asked, reply in asks if facts_of(asked)["program"] == program]
+    return [decode(reply["trees"]["reply"].data) for reply in found]
+
+
+def test_a_nodes_own_noise_is_on_what_it_tells_for_adaptation_whatever_the_app_says(tmp_path: Path) -> None:
+    """Client 1 has 4 samples; its shares come in quarters, and with noise of its own they do not."""
+    protected = {"1": {"adapt-clip": 1.0, "adapt-noise": 0.5}}
+    plain, ours = (
+        deployed("fedavg", small_federation(), tmp_path / name, nodes=nodes, adapt="prior")
+        for name, nodes in (("plain", {}), ("ours", protected))
+    )
+    for deployment in (plain, ours):
+        deployment.train_round()
+        deployment.settle()
+    for program in ("label_shares", "calibrate", "reference"):
+        exact, noised = (flatten(replies_of(deployment, "1", program)[0]) for deployment in (plain, ours))
+        assert any(not exact[path].equal(noised[path]) for path in exact), program
+    (shares,) = (tree["shares"] for tree in replies_of(plain, "1", "label_shares"))
+    assert (shares * 4 % 1 == 0).all()
+    (shares,) = (tree["shares"] for tree in replies_of(ours, "1", "label_shares"))
+    assert not (shares * 4 % 1 == 0).any()
+    other = (flatten(replies_of(deployment, "2", "label_shares")[0]) for deployment in (plain, ours))
+    assert all(leaf.equal(again) for leaf, again in zip(*(one.values() for one in other)))
+
+
+def test_privacy_of_its_own_that_cannot_be_had_keeps_a_node_out(tmp_path: Path) -> None:
+    table = table_of("fedavg", small_federation(), adapt="prior")
+    node = {"client": "a", "folder": str(tmp_path), "min-batch": 1, "adapt-noise": 0.5}
+    context: Any = SimpleNamespace(run_config=table, node_config=node)
+    reply = answer("query.hello", pack({"run": "r"}), context, lambda node: (X, Y), lambda node: "mlp:hidden=5")
+    assert facts_of(reply)["error"].startswith("wants privacy of its own that cannot be had: --adapt-noise needs")
+
+
+def test_a_node_tells_of_its_evaluations_as_it_wants(tmp_path: Path) -> None:
+    kinds = {"0": {}, "1": {"evaluation": "noised", "evaluation-noise": 3.0}, "2": {"evaluation": "none"}}
+    ours = deployed("fedavg", small_federation(), tmp_path, nodes=kinds)
+    exact = deployed("fedavg", small_federation(), tmp_path / "exact").evaluate("test")
+    found = ours.evaluate("test")
+    assert found["0"] == exact["0"] and found["0"].samples == 5
+    (told,) = replies_of(ours, "1", "evaluate.test")
+    assert float(told["loss"]) != exact["1"].loss * 5
+    (refused,) = ours._dropped
+    assert refused.client == "2" and refused.reason.startswith("was asked for 'evaluate.test', which its own config")
+    record = ours.train_round()
+    assert record["dropped"] == [] and record["clients"] == 5  # it trains with the others all the same
 
 
 def test_a_store_keeps_what_it_is_told_to_keep(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,17 +22,21 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 
 from flwr.app import RecordDict
 
-from conftest import models_for, small_federation
-from engines.flower.nearby import Nearby, deployed, table_of
+from conftest import models_for, server_data_like, small_federation
+from deploy.nearby import Nearby, deployed, table_of
 from fedloom import algorithms, api
-from fedloom.core.errors import NeedsError, RoundError, RunError
+from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.wire import decode
 from fedloom.deploy import server
+from fedloom.deploy.codec import facts_of, pack
+from fedloom.deploy.engine import Rules
 from fedloom.deploy.options import read
-from fedloom.deploy.roster import SizeOnly, grown, in_order
-from fedloom.engines.flower.codec import facts_of, pack
-from fedloom.engines.flower.engine import Rules
+from fedloom.deploy.roster import grown, in_order
+from fedloom.engines.memories import Memories
+from fedloom.models.load import load_model
+from fedloom.models.size_only import SizeOnly
+from fedloom.programs.labels import label_shares
 from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
@@ -70,11 +76,14 @@ def late(method: str, folder: Path, **changes: Any) -> Any:
     """Four clients after a round, and a fifth that comes then."""
     federation = small_federation(models_for(algorithms.get(method), *SMALL))
     gd = {"global_model": "mlp:hidden=5"} if method == "mh_pfedhn_gd" else {}
-    table = table_of(method, federation, **gd, **changes)
+    own = server_data_like(federation)
+    np.savez(folder / "server.npz", x=own.x.float().numpy(), y=own.y.numpy())
+    needed = {} if algorithms.get(method).needs.server_data == "none" else {"server_data": str(folder / "server.npz")}
+    table = table_of(method, federation, **gd, **needed, **changes)
     lobby = Nearby(federation, table, folder)
     lobby.disconnect("4")
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2", "3")])
+    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
     ours.train_round()
     lobby.connect("4")
     return ours
@@ -83,10 +92,17 @@ def late(method: str, folder: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("method", algorithms.names())
 def test_a_client_that_joins_takes_part_in_the_next_round(method: str, tmp_path: Path) -> None:
     ours = late(method, tmp_path, **({"embed_dim": 4} if hasattr(algorithms.get(method).config, "embed_dim") else {}))
-    before = flatten(ours.state._asdict())
+    before = flatten(ours.server.state._asdict())
     ours.look()
-    assert ours.setup.clients == ("0", "1", "2", "3", "4")
-    after = flatten(ours.state._asdict())
+    if "4" not in ours.server.setup.clients:  # a state that is not one row for each client has no room
+        joined = replace(
+            ours.server.setup, clients=tuple("01234"), models=dict.fromkeys("01234", ours.server.setup.models["0"])
+        )
+        fresh = algorithms.get(method).init(joined)
+        assert server.grown(ours.server.state._asdict(), fresh._asdict(), 4, 5) is None
+        return
+    assert ours.server.setup.clients == ("0", "1", "2", "3", "4")
+    after = flatten(ours.server.state._asdict())
     for path, leaf in before.items():  # what was learned is as it was
         assert after[path][: len(leaf)].equal(leaf) if leaf.ndim else after[path].equal(leaf)
     record = ours.train_round()
@@ -104,9 +120,14 @@ def test_a_round_that_fails_takes_the_clients_that_joined_back_out(tmp_path: Pat
     ours.lobby.exchange = ours.engine.exchange = lambda kind, contents, timeout: dict.fromkeys(contents, "is gone")
     with pytest.raises(RoundError):
         ours.train_round()
-    assert len(ours.state.embeddings) == 5
+    assert len(ours.server.state.embeddings) == 5
     ours.go_back(mark)
-    assert len(ours.state.embeddings) == len(ours.setup.clients) == len(ours.meta()["deployment"]["roster"]) == 4
+    assert (
+        len(ours.server.state.embeddings)
+        == len(ours.server.setup.clients)
+        == len(ours.meta()["deployment"]["roster"])
+        == 4
+    )
     ours.lobby.exchange = ours.engine.exchange = real
     ours.lobby.faults = {}
     assert ours.train_round()["clients"] == 5
@@ -120,10 +141,10 @@ def test_a_client_for_whom_the_method_has_no_room_is_a_newcomer(tmp_path: Path) 
     for client in ("3", "4"):
         lobby.disconnect(client)
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2")])
+    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2")])
     lobby.connect("3")
     ours.look()
-    assert ours.setup.clients == ("0", "1", "2") and ours.newcomers == ("3",)
+    assert ours.server.setup.clients == ("0", "1", "2") and ours.newcomers == ("3",)
 
 
 def served(method: str, federation: Any, folder: Path, monkeypatch: Any, faults: Any = None, **changes: Any) -> Nearby:
@@ -239,6 +260,43 @@ def test_a_server_that_is_killed_goes_on_with_the_bits_of_never_stopping(
     assert all(a[path].equal(b[path]) for path in a) and one.round == other.round == 4
 
 
+def test_a_state_from_which_no_round_begins_is_not_kept_and_the_run_goes_on_before_it(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """SCAFFOLD: clients must still have the memories of the checkpoint before the last one."""
+    federation, options = small_federation(["mlp:hidden=5"]), {"nodes": 5, "rounds": 4, "repeats": 0}
+    served("scaffold", federation, tmp_path / "a", monkeypatch, out=str(tmp_path / "straight"), **options)
+
+    def unsound(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+        in_round_3 = kind == "train" and facts_of(asked)["stage"] == 3
+        return "would keep NaN or Inf in its memory" if in_round_3 else reply
+
+    told = "No client of 5 gave .* from the checkpoint of round 2, so it was removed; that of round 1 is intact"
+    with pytest.raises(RoundError, match=told):
+        faults = dict.fromkeys("01234", unsound)
+        served("scaffold", federation, tmp_path / "b", monkeypatch, faults, out=str(tmp_path / "run"), **options)
+    directory = RunDirectory.open(tmp_path / "run")
+    assert directory.checkpoints()[-1] == 1 and [record["round"] for record in directory.records()] == [1]
+    served("scaffold", federation, tmp_path / "b", monkeypatch, out=str(tmp_path / "run"), resume=True, **options)
+    one, other = (RunDirectory.open(tmp_path / name).load("last") for name in ("straight", "run"))
+    a, b = flatten(one.state), flatten(other.state)
+    assert all(a[path].equal(b[path]) for path in a) and one.round == other.round == 4
+
+
+def away(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict | str:
+    return "did not answer" if kind == "train" and facts_of(asked)["stage"] == 3 else reply
+
+
+@pytest.mark.parametrize("absent", ["01234", "0123"])
+def test_a_round_that_too_few_answer_removes_no_checkpoint(absent: str, tmp_path: Path, monkeypatch: Any) -> None:
+    federation, options = small_federation(["mlp:hidden=5"]), {"nodes": 5, "rounds": 4, "repeats": 0, "quorum": 0.5}
+    with pytest.raises(RoundError, match="The last checkpoint is intact"):
+        faults = dict.fromkeys(absent, away)
+        served("scaffold", federation, tmp_path / "a", monkeypatch, faults, out=str(tmp_path / "run"), **options)
+    directory = RunDirectory.open(tmp_path / "run")
+    assert directory.checkpoints()[-1] == 2 and [record["round"] for record in directory.records()] == [1, 2]
+
+
 def test_a_run_that_came_to_no_checkpoint_cannot_go_on_and_says_what_to_do(tmp_path: Path, monkeypatch: Any) -> None:
     federation, out = small_federation(["mlp:hidden=5"]), tmp_path / "run"
     with pytest.raises(RunError, match=r"There is no run in .* leave resume out to begin one"):
@@ -308,9 +366,9 @@ def test_too_few_clients_stop_a_run_before_it_begins(tmp_path: Path, monkeypatch
 
 def test_a_server_of_mh_pfedhn_knows_sizes_only(tmp_path: Path) -> None:
     ours = deployed("mh_pfedhn", small_federation(SMALL), tmp_path)
-    assert all(isinstance(model, SizeOnly) for model in ours.setup.models.values())
+    assert all(isinstance(model, SizeOnly) for model in ours.server.setup.models.values())
     with pytest.raises(NeedsError, match="only how many parameters"):
-        ours.setup.models["0"].shapes  # noqa: B018
+        ours.server.setup.models["0"].shapes  # noqa: B018
     with pytest.raises(NeedsError, match="--global-model"):
         deployed("mh_pfedhn_gd", small_federation(SMALL), tmp_path / "gd").train_round()
 
@@ -385,35 +443,32 @@ def test_a_late_client_that_cannot_be_served_is_refused_and_the_round_goes_on(
     lobby = Nearby(federation, table, tmp_path)
     lobby.disconnect("4")
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.told[client] for client in ("0", "1", "2", "3")])
+    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
     lobby.connect("4")
     if method == "fedavg":
         lobby.faults["4"] = greets(model='["mlp", [["hidden", 7]]]')
     else:
-        monkeypatch.setattr(ours, "_room_for", lambda one: torch.empty(1 << 60))
+        monkeypatch.setattr(ours, "_grown", lambda greetings: torch.empty(1 << 60))
     record = ours.train_round()
     reason = server.OTHER_NETWORK if method == "fedavg" else "cannot be taken in (RuntimeError)"
-    assert record["refused"] == [f"client 4 {reason}"] and record["clients"] == 4 and len(ours.roster) == 4
+    assert record["refused"] == [f"client 4 {reason}"] and record["clients"] == 4 and len(ours.greetings) == 4
 
 
 def test_seven_of_25_are_28_percent(tmp_path: Path) -> None:
     assert 7 < 0.28 * 25  # as numbers of the machine go
-    ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path)
-    engine = ours.engine
-    engine.rules, engine._stage = Rules(1.0, 0.28), 1
+    engine = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path).engine
+    engine.rules = Rules(1.0, 0.28)
     for number, counts in ((7, True), (6, False)):
-        engine_ask = lambda *_, number=number: PerClient.empty([str(i) for i in range(number)])  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedloom.engines.engine.AbstractEngine.ask", engine_ask)
-            with nullcontext() if counts else pytest.raises(RoundError, match="fewer than the quorum"):
-                ours.engine.ask(SimpleNamespace(name="x"), {}, PerClient.empty([str(i) for i in range(25)]))
+        replies = PerClient.empty([str(i) for i in range(number)])
+        with nullcontext() if counts else pytest.raises(RoundError, match="fewer than the quorum"):
+            engine.check_enough(engine.session(1, Memories()), label_shares(), 25, replies)
 
 
 def sums(**changes: float) -> Any:
     """A client that lies about its evaluation."""
 
     def changed(kind: str, asked: RecordDict, reply: RecordDict) -> RecordDict:
-        if kind != "train" or not facts_of(asked)["program"].startswith('{"name": "evaluate.'):
+        if kind != "train" or not facts_of(asked)["program"].startswith("evaluate."):
             return reply
         tree = decode(reply["trees"]["reply"].data)
         told = {name: torch.full_like(tree[name], value) for name, value in changes.items()}
@@ -510,14 +565,14 @@ def test_a_newcomer_that_is_silent_keeps_no_model_from_the_others(
 
 
 def test_an_admission_that_fails_for_all_at_once_is_tried_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
-    real = server.Deployment.admit
+    real = server.Server.admit
 
-    def fails(self: Any, newcomers: Any) -> Any:
+    def fails(self: Any, session: Any, newcomers: Any) -> Any:
         if "4" in newcomers:
             raise ZeroDivisionError("4 is odd")
-        return real(self, newcomers)
+        return real(self, session, newcomers)
 
-    monkeypatch.setattr(server.Deployment, "admit", fails)
+    monkeypatch.setattr(server.Server, "admit", fails)
     federation, out = small_federation(["mlp:hidden=5"], unseen=2), tmp_path / "run"
     served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=3, rounds=2, finetune_after=1)
     found = delivery(out)
@@ -554,15 +609,55 @@ def test_a_client_that_was_refused_is_greeted_again_later(tmp_path: Path, monkey
     lobby.faults = {}
     lobby.refresh()
     assert "3" not in lobby.nodes
-    monkeypatch.setattr("fedloom.engines.flower.lobby.time.monotonic", lambda: 1e12)
+    monkeypatch.setattr("fedloom.deploy.lobby.time.monotonic", lambda: 1e12)
     lobby.refresh()
     assert "3" in lobby.nodes
 
 
-def test_a_loaded_run_says_where_its_data_are(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_loaded_run_has_its_models_and_says_where_its_data_are(tmp_path: Path, monkeypatch: Any) -> None:
     federation = small_federation(["mlp:hidden=5"])
     served("fedavg", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=5, rounds=1)
     run = api.load(tmp_path / "run")
     assert run.summary["rounds"] == 1
-    with pytest.raises(RunError, match="its clients have the data and their memories"):
+    with pytest.raises(RunError, match=r"was run over a network: its clients have the data.*fedloom deploy resume"):
         run.evaluate()
+    x = torch.ones(2, 1, 6, 6, dtype=torch.float64)
+    (delivered,) = (tmp_path / "nodes" / "2").glob("*/model/client-2.safetensors")
+    assert run.model("2")(x).equal(load_model(delivered, "mlp:hidden=5", (1, 6, 6), 3)(x))
+
+
+def test_a_server_has_data_of_its_own_but_no_share_of_the_clients(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    given = {"nodes": 5, "rounds": 1, "server_steps": 2, "out": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"server-data is 0\.1, a share of the training data, which the server of a"):
+        served("feddf", federation, tmp_path, monkeypatch, server_data=0.1, **given)
+    with pytest.raises(NeedsError, match="FedDF needs unlabelled data on the server; there are none"):
+        served("feddf", federation, tmp_path, monkeypatch, **given)
+    np.savez(tmp_path / "public.npz", x=np.ones((7, 1, 6, 6), np.float32))
+    served("feddf", federation, tmp_path, monkeypatch, server_data=str(tmp_path / "public.npz"), **given)
+    summary = RunDirectory.open(tmp_path / "run").summary()
+    assert summary is not None and summary["server_samples"] == 7
+    assert summary["notes"] == [f"the server has 7 unlabelled samples of its own ({tmp_path / 'public.npz'})"]
+
+
+def test_a_deployments_run_is_looked_at_like_any_other(tmp_path: Path, monkeypatch: Any) -> None:
+    """Who answered, how long it took, who was dropped and why; and nothing of labels, which clients do not tell."""
+    from fedloom.reports import live
+    from fedloom.reports.follow import Follower
+    from fedloom.reports.single import charts_of
+
+    def mute(kind: str, content: Any, reply: Any) -> Any:
+        return reply if kind.startswith("query") else "did not answer within 600 seconds"
+
+    own = {"out": str(tmp_path / "run"), "nodes": 4, "rounds": 2, "admit_rounds": 1}
+    served("pfedhn", small_federation(unseen=1), tmp_path, monkeypatch, {"1": mute}, **own)
+    follower = Follower(tmp_path / "run")
+    follower.look()
+    records = follower.facts.records
+    assert all(set(r["seconds"]["clients"]) - {None} for r in records)
+    assert {one["client"] for one in follower.facts.dropped()} == {"1"}
+    page = live.page_of([follower])
+    (who,) = [block for block in page.sections[0].blocks if block["id"] == "who"]
+    assert who["rows"][0][0:2] == ["1", "dropped"] and "did not answer" in who["rows"][0][-1]
+    assert {"curves", "clients", "embeddings", "traffic"} <= set(charts_of(follower.facts))
+    assert not any(member.labels for member in follower.facts.members.values())

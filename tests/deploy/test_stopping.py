@@ -167,7 +167,9 @@ def test_a_new_link_is_told_the_keys_and_one_that_is_started_again_has_them(
         database.write_text("of an earlier trial")
         calls.clear()
         federation.start_link()
-        assert not database.exists() and [command[0] for command in calls] == ["flower-superlink", "flwr", "flwr"]
+        assert database.read_text() == "" and [command[0] for command in calls] == ["flower-superlink", "flwr", "flwr"]
+        assert oct(database.stat().st_mode) == "0o100600"
+        assert {oct(folder.stat().st_mode) for folder in (database.parent, app.local / "logs")} == {"0o40700"}
         database.write_text("of this trial")
         calls.clear()
         federation.start_link()

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured steps give what plain steps give. Without a GPU the same code runs unrecorded; with one, as a graph."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +14,26 @@ import torch
 from conftest import models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.clients.batching import PaddedSchedule, Schedule
-from fedloom.core.contract import Batch
-from fedloom.core.recording import Pool
-from fedloom.core.trees import flatten
+from fedloom.core.contract import Batch, Program
+from fedloom.core.trees import PerClient, flatten
 from fedloom.engines import capture, vectorised
 from fedloom.engines.capture import CapturedSteps, Recordings
+from fedloom.engines.graphs import Pool
+from fedloom.engines.job import Job, Moment
+from tiny import lines
+
+TEN_STEPS = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
+FEDERATION = lines()
+FACTS = torch.ones(1), torch.ones(1, dtype=torch.int64)
+
+
+def program(name: str = "p") -> Program:
+    return Program(name, lambda *_: {}, lambda *_: {}, lambda *_: ({}, {}), None, lambda *_: {})
+
+
+def job(of: Program, round: int, rounds_left: int = 10**6) -> Job:
+    """An ask in that round."""
+    return Job(of, ("0",), {}, PerClient.empty(("0",)), {}, FEDERATION, None, Moment(0, round, 1), rounds_left)
 
 
 @pytest.mark.parametrize("method", algorithms.names())
@@ -25,15 +44,16 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
     plain = play(algorithm, federation, "vectorised", rounds=3)
     kinds: dict[str, CapturedSteps] = {}
 
-    def through_places(self, program, plan, step, shared, facts, carry):
-        kind = f"{program[0].name}{len(facts[0])}"
+    def through_places(self: Any, job: Job, plan: PaddedSchedule, step: Any, facts: Any, carry: Any) -> Any:
+        kind = f"{job.program.name}{len(facts[0])}"
         if kind not in kinds:
-            data = (self.federation.x, self.federation.y)
-            kinds[kind] = CapturedSteps(step, shared, facts, carry, data, Pool(), width=6, capacity=16)
-        return kinds[kind].run(plan, shared, facts, carry)
+            data = (federation.x, federation.y)
+            kinds[kind] = CapturedSteps(step, job.shared, facts, carry, data, Pool(), width=16, capacity=64)
+        return kinds[kind].run(plan, job.shared, facts, carry)
 
-    monkeypatch.setattr(vectorised.Vectorised, "_all_steps", through_places)
+    monkeypatch.setattr(vectorised.Vectorised, "_steps", through_places)
     places = play(algorithm, federation, "vectorised", rounds=3)
+    assert kinds
     one, other = flatten(plain.state._asdict()), flatten(places.state._asdict())
     for path in one:
         torch.testing.assert_close(other[path], one[path], rtol=0, atol=1e-10)
@@ -42,26 +62,27 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
 def test_a_step_that_cannot_be_compiled_is_recorded_and_one_that_cannot_be_recorded_is_run_plainly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(times: int) -> tuple[Recordings, list[object]]:
-        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
-        plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
-        facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
-        return recordings, [recordings.run("p", "p", plan, _count, {}, facts, carry, (3, 10**6)) for _ in range(times)]
+    def run(times: int) -> tuple[list[str], list[Any]]:
+        notes: list[str] = []
+        recordings, asked = Recordings(notes, Pool()), program()
+        carry = {"total": torch.zeros(1)}
+        rounds = range(1, times + 1)
+        return notes, [recordings.run(job(asked, r), TEN_STEPS, _count, FACTS, carry, False) for r in rounds]
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here:\n\nlong story\nnone found\n\nSet TORCH_LOGS for more\n")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    recordings, after = run(4)
-    assert recordings.notes == ["p cannot be compiled: no compiler here: none found"]
+    notes, after = run(4)
+    assert notes == ["p cannot be compiled: no compiler here: none found"]
     assert [carry["total"].tolist() for carry in after] == [[10.0]] * 4
-    monkeypatch.setattr(CapturedSteps, "run", refuse)
-    recordings, after = run(2)
-    assert recordings.notes == ["p cannot be recorded: no compiler here: none found"] and after == [None, None]
+    monkeypatch.setattr(CapturedSteps, "prepare", refuse)
+    notes, after = run(2)
+    assert notes == ["p cannot be recorded: no compiler here: none found"] and after == [None, None]
 
 
 def test_a_step_that_our_kernels_fail_is_compiled_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recordings, "_has_kernels", lambda self: True)
+    monkeypatch.setattr(Recordings, "_has_kernels", lambda self, x: True)
     monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
     wanted: list[bool] = []
 
@@ -72,16 +93,16 @@ def test_a_step_that_our_kernels_fail_is_compiled_without_them(monkeypatch: pyte
         return nullcontext()
 
     monkeypatch.setattr(capture, "faster_for", faster_for)
-    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
-    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
-    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
+    notes: list[str] = []
+    recordings, carry = Recordings(notes, Pool()), {"total": torch.zeros(1)}
     for own, tried in ((True, [True, False]), (False, [False])):
         wanted.clear()
-        for _ in range(4):
-            recordings.run("p", own, plan, _count, {}, facts, carry, (3, 10**6), own)
+        asked = program()
+        for number in range(1, 5):
+            recordings.run(job(asked, number), TEN_STEPS, _count, FACTS, carry, own)
         assert wanted == tried
-    assert recordings.notes == ["p cannot be compiled with kernels of our own: no such kernel"]
-    assert all(made.compiled for made in recordings.kept.values())
+    assert notes == ["p cannot be compiled with kernels of our own: no such kernel"]
+    assert [made.compiled for made in kept(recordings)] == [True, True]
 
 
 def test_what_a_mixed_federation_seldom_meets_is_not_compiled_nor_is_anything_twice(
@@ -90,24 +111,25 @@ def test_what_a_mixed_federation_seldom_meets_is_not_compiled_nor_is_anything_tw
     found: list[int] = []
 
     class Made:
-        graphs = True
-
-        def __init__(self, step, shared, facts, *_, compiled: bool, **__):
+        def __init__(self, step: Any, shared: Any, facts: Any, *_: Any, compiled: bool, **__: Any) -> None:
             self.clients, self.compiled = len(facts[0]), compiled
             if compiled:
                 found.append(self.clients)
 
-        def run(self, *_):
+        def prepare(self, steps: int) -> None: ...
+
+        def run(self, *_: Any) -> str:
             return "after"
 
     monkeypatch.setattr(capture, "CapturedSteps", Made)
-    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
+    recordings, asked = Recordings([], Pool()), program()
     rounds, rng = 1000, np.random.default_rng(0)
     for number in range(1, rounds + 1):
         clients = 60 if number % 2 else int(rng.integers(1, 50))  # every other cohort is of a kind
         plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 20, [0] * 20) for _ in range(clients)])
         facts, carry = (torch.ones(clients), torch.ones(clients, dtype=torch.int64)), {"total": torch.zeros(clients)}
-        assert recordings.run("p", "p", plan, _count, {}, facts, carry, (number, rounds - number)) in ("after", None)
+        after = recordings.run(job(asked, number, rounds - number), plan, _count, facts, carry, False)
+        assert after == "after"
     assert found == [60]
 
 
@@ -115,14 +137,13 @@ def test_several_asks_of_a_round_are_all_counted_before_it_is_judged_whether_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
-    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
-    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"total": torch.zeros(1)}
+    carry = {"total": torch.zeros(1)}
     for asks, compiled in ((1, False), (10, True)):
-        recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
+        recordings, asked = Recordings([], Pool()), program()
         for number in range(1, 5):
             for _ in range(asks):
-                recordings.run("p", "p", plan, _count, {}, facts, carry, (number, 5000))
-        assert [made.compiled for made in recordings.kept.values()] == [compiled]
+                recordings.run(job(asked, number, 5000), TEN_STEPS, _count, FACTS, carry, False)
+        assert [made.compiled for made in kept(recordings)] == [compiled]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 10, 11])
@@ -145,11 +166,31 @@ def test_a_carry_that_comes_back_in_another_order_is_not_recorded() -> None:
     def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         return {"b": carry["b"] * 2, "a": carry["a"] + 1}
 
-    recordings = Recordings((torch.zeros(4, 2), torch.zeros(4)), [], Pool())
-    plan = PaddedSchedule.of([Schedule([np.array([0, 1])] * 10, [0] * 10)])
-    facts, carry = (torch.ones(1), torch.ones(1, dtype=torch.int64)), {"a": torch.zeros(1), "b": torch.ones(1)}
-    assert recordings.run("p", "p", plan, step, {}, facts, carry, (1, 1)) is None
-    assert recordings.notes == ["p cannot be recorded: a step must leave the carry as it is built"]
+    notes: list[str] = []
+    carry = {"a": torch.zeros(1), "b": torch.ones(1)}
+    assert Recordings(notes, Pool()).run(job(program(), 1), TEN_STEPS, step, FACTS, carry, False) is None
+    assert notes == ["p cannot be recorded: a step must leave the carry as it is built"]
+
+
+def test_other_data_are_another_kind_of_ask() -> None:
+    """A recorded step reads the data where they lie: it must not be replayed for those of an admission."""
+
+    def step(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        return {"total": carry["total"] + batch.y.sum()}
+
+    recordings, asked, carry = Recordings([], Pool()), program(), {"total": torch.zeros(1)}
+    usual = job(asked, 1)
+    hidden = replace(usual, federation=replace(FEDERATION, y=torch.full_like(FEDERATION.y, -1)))
+    found = [recordings.run(one, TEN_STEPS, step, FACTS, carry, False) for one in (usual, hidden, usual)]
+    usual_sum = 10 * float(FEDERATION.y[:2].sum())
+    assert [after["total"].item() for after in found] == [usual_sum, -20.0, usual_sum]
+    assert len(kept(recordings)) == 2
+    recordings.clear()
+    assert not kept(recordings)
+
+
+def kept(recordings: Recordings) -> list[Any]:
+    return list(recordings._forms.kept.values())
 
 
 def _count(shared: object, facts: object, carry: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines share: refusals, rollback, order, books."""
+"""What the engines share: sessions, refused replies, memory that is kept or not, order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from fedloom.core.errors import ConfigError, RoundError
 from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.engines import auto
 from fedloom.engines.auto import ENGINES, choose
-from fedloom.engines.engine import Outcome, _finite, refusals
+from fedloom.engines.job import Job, Outcome
+from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.programs.local import local_training
 from testnets import Explosive
 
 FEDAVG = algorithms.get("fedavg")
+
+RUNS = {**ENGINES, "parallel": ENGINES["sequential"], "parallel_vectorised": ENGINES["vectorised"]}
+"""The engine that runs clients in the end, here or in a worker."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -29,16 +34,16 @@ def test_a_client_that_raises_is_dropped_with_the_reason_and_the_others_count(
 ) -> None:
     federation = small_federation(("testnets:Explosive",), sizes=(4, 3, 4))
     # only client 1 has a batch of 3, alone; in a stack it is padded to 4, so there the whole group fails first
-    original = ENGINES[engine].run_group
+    original = RUNS[engine].run_group
 
-    def fails_as_a_group(self, program, clients, shared, mine):
-        monkeypatch.setattr(Explosive, "fuses", (3, 4) if len(clients) > 1 else (3,))
-        return original(self, program, clients, shared, mine)
+    def fails_as_a_group(self, job: Job) -> Outcome:
+        monkeypatch.setattr(Explosive, "fuses", (3, 4) if len(job.clients) > 1 else (3,))
+        return original(self, job)
 
-    monkeypatch.setattr(ENGINES[engine], "run_group", fails_as_a_group)
+    monkeypatch.setattr(RUNS[engine], "run_group", fails_as_a_group)
     played = play(FEDAVG, federation, engine, rounds=1, local_epochs=1)
-    (dropped,) = played.engine.books.dropped
-    assert dropped.client == "1" and "boom" in dropped.reason and dropped.program == "fedavg.train"
+    (dropped,) = played.stats.dropped
+    assert dropped.client == "1" and "boom" in dropped.reason and dropped.program == "train"
     monkeypatch.undo()
     without = play(FEDAVG, federation, engine, rounds=1, local_epochs=1, cohorts=[["0", "2"]])
     for name, value in without.state.params.items():
@@ -49,7 +54,7 @@ def test_the_sequential_engine_says_stage_client_and_shapes(monkeypatch: pytest.
     federation = small_federation(("testnets:Explosive",), sizes=(4, 3))
     monkeypatch.setattr(Explosive, "fuses", (3,))
     played = play(FEDAVG, federation, rounds=1, local_epochs=1)
-    (dropped,) = played.engine.books.dropped
+    (dropped,) = played.stats.dropped
     assert dropped.reason.startswith("raised ValueError in step on x (3, 1, 6, 6), y (3,): boom")
 
 
@@ -58,47 +63,36 @@ def test_a_reply_of_the_wrong_shape_is_dropped_with_both_shapes(engine: str, mon
     federation = small_federation()
     original = ENGINES[engine].run_group
 
-    def tampered(self, program, clients, shared, mine):
-        outcome = original(self, program, clients, shared, mine)
-        replies = {c: dict(outcome.replies[c]) for c in clients}
-        if "3" in replies:  # side by side, a process has only some of the clients
-            replies["3"] = {**replies["3"], "loss": torch.zeros(2)}
+    def tampered(self, job: Job) -> Outcome:
+        outcome = original(self, job)
+        replies = {client: dict(outcome.replies[client]) for client in job.clients}
+        replies["3"] = {**replies["3"], "loss": torch.zeros(2)}
         return Outcome(PerClient.of(replies), outcome.memories)
 
     monkeypatch.setattr(ENGINES[engine], "run_group", tampered)
     played = play(FEDAVG, federation, engine, rounds=1)
-    (dropped,) = played.engine.books.dropped
+    (dropped,) = played.stats.dropped
     assert dropped.client == "3" and dropped.reason == "replied with shape (2,) for loss; expected ()"
-
-
-def test_refusals_name_missing_and_surplus_tensors() -> None:
-    expected = {"a": torch.zeros(2), "b": torch.zeros(())}
-    stacked = {"a": torch.zeros(3, 2), "c": torch.zeros(3)}
-    assert refusals(expected, stacked, 3) == ["replied with shape None for b; expected ()"] * 3
-    stacked = {"a": torch.zeros(3, 2), "b": torch.tensor([0.0, float("inf"), 1.0])}
-    assert refusals(expected, stacked, 3) == [None] * 3
-    kept = {"c": torch.tensor([1.0, 1.0, torch.inf])}
-    assert _finite(3, torch.device("cpu"), stacked, kept).tolist() == [[True, False, True], [True, True, False]]
 
 
 def test_a_dropped_client_keeps_the_memory_it_had() -> None:
     scaffold, federation = algorithms.get("scaffold"), small_federation()
     played = play(scaffold, federation, rounds=1)
-    before = flatten(played.engine.memory["1"])
     federation.x[federation.roster["1"].rows["train"]] = float("nan")
-    played.engine.begin(2)
-    scaffold.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
-    assert all(torch.equal(value, before[path]) for path, value in flatten(played.engine.memory["1"]).items())
+    session = played.session(2)
+    scaffold.round(played.setup, played.state, Cohort(2, federation.participants), session.ask)
+    assert [dropped.client for dropped in session.stats.dropped] == ["1"]
+    before = flatten(played.memory["1"])
+    assert all(torch.equal(value, before[path]) for path, value in flatten(session.memory["1"]).items())
 
 
 def test_something_that_is_not_a_tensor_is_refused_before_it_is_sent() -> None:
     federation = small_federation()
     config = FEDAVG.config()
-    engine = ENGINES["sequential"](federation, FEDAVG, config, 0)
-    from fedloom.algorithms.fedavg import program
-
+    session = ENGINES["sequential"](federation, FEDAVG, config, 0).session(1, Memories())
     with pytest.raises(TypeError, match="shared/mu is a float, not a tensor"):
-        engine.ask(program(config), {"mu": 0.1}, PerClient.empty(["0"]))
+        session.ask(local_training(config), {"mu": 0.1}, PerClient.empty(["0"]))
+    assert session.stats.asked == 0
 
 
 def test_all_failing_is_said_with_the_last_reason() -> None:
@@ -160,7 +154,7 @@ def test_engines_agree_for_every_optimiser_fresh_or_kept(optimiser: str, keep: b
     ]
     for name, value in runs[0].state.params.items():
         torch.testing.assert_close(runs[1].state.params[name], value, rtol=0, atol=1e-10)
-    assert ("optimiser" in runs[0].engine.memory["0"]) == (keep)
+    assert ("optimiser" in runs[0].memory["0"]) == keep
 
 
 def test_kept_optimiser_state_changes_the_next_round() -> None:
@@ -200,8 +194,8 @@ def test_memory_that_would_be_spoilt_is_not_kept(engine: str) -> None:
     local, federation = algorithms.get("local"), small_federation()
     federation.x[federation.roster["1"].rows["train"]] *= 1e300
     played = play(local, federation, engine, rounds=1, local_epochs=1, batch_size=99, clip=0.0, local_lr=1e300)
-    assert [d.client for d in played.engine.books.dropped if "keep NaN or Inf" in d.reason or "NaN" in d.reason]
-    assert all(leaf.isfinite().all() for tree in played.engine.memory.values() for leaf in flatten(tree).values())
+    assert [d.client for d in played.stats.dropped if "keep NaN or Inf" in d.reason or "NaN" in d.reason]
+    assert all(leaf.isfinite().all() for tree in played.memory.values() for leaf in flatten(tree).values())
 
 
 def test_a_cohort_without_samples_changes_nothing() -> None:
@@ -212,23 +206,32 @@ def test_a_cohort_without_samples_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "full",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        MemoryError(),
+    ],
+    ids=["gpu", "cpu", "numpy"],
+)
 def test_a_cohort_that_memory_has_no_room_for_runs_in_parts_and_gives_the_same(
-    engine: str, monkeypatch: pytest.MonkeyPatch
+    engine: str, full: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = small_federation(sizes=(4, 3, 4, 5, 4, 4, 4))
     whole = play(FEDAVG, federation, engine, rounds=2)
     original, tried = ENGINES[engine].run_group, []
 
-    def with_room_for_two(self, program, clients, shared, mine):
-        tried.append(len(clients))
-        if len(clients) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return original(self, program, clients, shared, mine)
+    def with_room_for_two(self, job: Job) -> Outcome:
+        tried.append(len(job.clients))
+        if len(job.clients) > 2:
+            raise full
+        return original(self, job)
 
     monkeypatch.setattr(ENGINES[engine], "run_group", with_room_for_two)
     parts = play(FEDAVG, federation, engine, rounds=2)
     assert tried == [7, 4, 2, 2, 3, 2, 1, 2, 2, 2, 1]  # the second round knows
-    assert parts.engine.notes[-1] == "fedavg.train runs at most 2 clients at a time: memory has no room for 3"
+    assert parts.engine.notes[-1] == "train runs at most 2 clients at a time: memory has no room for 3"
     for name, value in whole.state.params.items():
         torch.testing.assert_close(parts.state.params[name], value)
 
@@ -237,11 +240,11 @@ def test_memory_that_was_kept_for_speed_is_given_back_once_and_not_for_ever(monk
     """A recording that is made before memory is full, whenever a group is tried, must not keep it from being halved."""
     original, tried, freed = ENGINES["vectorised"].run_group, [], []
 
-    def with_room_for_two(self, program, clients, shared, mine):
-        tried.append(len(clients))
-        if len(clients) > 2:
+    def with_room_for_two(self, job: Job) -> Outcome:
+        tried.append(len(job.clients))
+        if len(job.clients) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return original(self, program, clients, shared, mine)
+        return original(self, job)
 
     monkeypatch.setattr(ENGINES["vectorised"], "run_group", with_room_for_two)
     monkeypatch.setattr(ENGINES["vectorised"], "free_memory", lambda self: freed.append(tried[-1]) or True)
@@ -250,7 +253,7 @@ def test_memory_that_was_kept_for_speed_is_given_back_once_and_not_for_ever(monk
 
 
 def test_a_client_that_memory_has_no_room_for_is_dropped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(self, program, clients, shared, mine):
+    def no_room(self, job: Job) -> Outcome:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(ENGINES["vectorised"], "run_group", no_room)
@@ -258,19 +261,61 @@ def test_a_client_that_memory_has_no_room_for_is_dropped_with_the_reason(monkeyp
         play(FEDAVG, small_federation(), "vectorised", rounds=1)
 
 
-def test_numbers_are_finite_though_their_sum_is_not() -> None:
-    huge, bad = torch.full((2, 3), 3e38), torch.tensor([[1.0, 2.0, 3.0], [1.0, float("inf"), -float("inf")]])
-    device = torch.device("cpu")
-    assert _finite(2, device, {"a": huge}, {"a": bad}).tolist() == [[False, False], [True, False]]
-    assert _finite(2, device, {"a": huge}, {"a": bad}, exactly=True).tolist() == [[True, True], [True, False]]
-
-
 def _huge(home: Home, shared: Tree, carry: Tree, memory: Tree) -> tuple[Tree, Tree]:
-    return {"x": torch.full((9,), 3e38)}, memory
+    return {"x": torch.full((9,), 1e308, dtype=torch.float64)}, memory
 
 
 def test_a_reply_with_a_huge_sum_is_used() -> None:
     federation = small_federation()
     played = play(FEDAVG, federation, "sequential", rounds=1)
     nothing = Program("huge", lambda *_: {}, lambda *_: {}, _huge, None, lambda *_: {"x": torch.zeros(9)})
-    assert list(played.engine.ask(nothing, {}, PerClient.empty(federation.participants))) == [*federation.participants]
+    asked = PerClient.empty(federation.participants)
+    assert list(played.session(2).ask(nothing, {}, asked)) == [*federation.participants]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_keeps_nothing_of_a_session(engine: str) -> None:
+    """Two sessions that begin with the same memory end with the same, and leave what they were given as it was."""
+    scaffold = algorithms.get("scaffold")
+    played = play(scaffold, small_federation(), engine, rounds=1)
+    before = flatten(dict(played.memory))
+    ends = []
+    for _ in range(2):
+        session = played.session(2)
+        state, _ = scaffold.round(played.setup, played.state, Cohort(2, played.setup.clients), session.ask)
+        ends.append({**flatten(state._asdict()), **flatten(dict(session.memory))})
+        assert session.stats.asked == len(played.setup.clients)
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(value, ends[1][path]) for path, value in ends[0].items())
+    after = flatten(dict(played.memory))
+    assert all(torch.equal(value, after[path]) for path, value in before.items())
+    assert any(not torch.equal(value, ends[0][path]) for path, value in before.items())
+
+
+def test_a_trusting_session_uses_every_reply_and_leaves_the_check_to_its_caller() -> None:
+    federation = small_federation()
+    played = play(FEDAVG, federation, rounds=0)
+    cohort = Cohort(1, federation.participants)
+    sound, spoilt = (played.engine.session(1, played.memory, trusting=True) for _ in range(2))
+    FEDAVG.round(played.setup, played.state, cohort, sound.ask)
+    federation.x[federation.roster["1"].rows["train"]] = float("nan")
+    state, _ = FEDAVG.round(played.setup, played.state, cohort, spoilt.ask)
+    assert all(bool(check) for check in sound.checks) and not all(bool(check) for check in spoilt.checks)
+    assert not spoilt.stats.dropped and not all(value.isfinite().all() for value in state.params.values())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_session_may_have_other_data_than_the_engine(engine: str) -> None:
+    """As an admission has, with labels hidden: neither workers nor recordings may read the engine's own."""
+    federation = small_federation()
+    played = play(FEDAVG, federation, engine, rounds=1)
+    other = dataclasses.replace(federation, x=federation.x * 2)
+    cohort = Cohort(2, federation.participants)
+    session = played.engine.session(2, played.memory, federation=other)
+    state, _ = FEDAVG.round(played.setup, played.state, cohort, session.ask)
+    alone = ENGINES[engine](other, FEDAVG, played.setup.config, 0).session(2, played.memory)
+    expected, _ = FEDAVG.round(played.setup, played.state, cohort, alone.ask)
+    assert all(torch.equal(value, state.params[name]) for name, value in expected.params.items())
+    again = played.session(2)
+    usual, _ = FEDAVG.round(played.setup, played.state, cohort, again.ask)
+    assert any(not torch.equal(value, state.params[name]) for name, value in usual.params.items())

@@ -16,7 +16,7 @@ from fedloom import algorithms
 from fedloom.core.trees import flatten
 from fedloom.engines import capture
 from fedloom.engines.convolution import faster_for
-from fedloom.runs.machine import set_precision
+from fedloom.engines.machine import set_precision
 
 kernels = pytest.importorskip(
     "fedloom.engines.kernels", reason="Triton comes with torch for CUDA", exc_type=ImportError

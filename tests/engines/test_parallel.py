@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
@@ -14,11 +13,16 @@ import torch
 
 from conftest import play, setup_of, small_federation
 from fedloom import algorithms
+from fedloom.clients.batching import Schedule
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
 from fedloom.engines import parallel, workers
 from fedloom.engines.auto import ENGINES
+from fedloom.engines.job import Job, Outcome
+from fedloom.engines.machine import Machine
+from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import ParallelVectorised
+from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import possible
 
 pytestmark = pytest.mark.skipif(not possible(), reason="needs fork")
@@ -33,15 +37,14 @@ def children() -> list[str]:
 
 def doomed(monkeypatch: pytest.MonkeyPatch, client: str, end: signal.Signals = signal.SIGKILL) -> None:
     """A client that takes its process down, wherever that is not this one."""
-    parent, original = os.getpid(), ENGINES["sequential"].schedule
+    parent, original = os.getpid(), Job.schedule
 
-    def schedule(self, program, asked):
+    def schedule(self: Job, asked: str) -> Schedule:
         if asked == client and os.getpid() != parent:
             os.kill(os.getpid(), end)
-        return original(self, program, asked)
+        return original(self, asked)
 
-    monkeypatch.setattr(ENGINES["sequential"], "schedule", schedule)
-    monkeypatch.setattr(ENGINES["vectorised"], "schedule", schedule)
+    monkeypatch.setattr(Job, "schedule", schedule)
 
 
 @pytest.mark.parametrize("engine", PARALLEL)
@@ -79,8 +82,8 @@ def test_parts_have_room_in_a_cache_are_not_too_small_and_come_out_even(
     bytes_of_one = federation.roster["0"].model.size * federation.dtype.itemsize
     monkeypatch.setattr(parallel, "PART_BYTES", room * bytes_of_one)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
-    run, found = ParallelVectorised.run_part, []
-    monkeypatch.setattr(ParallelVectorised, "run_part", lambda s, p, c, *a: found.append(len(c)) or run(s, p, c, *a))
+    run, found = Vectorised.run_group, []
+    monkeypatch.setattr(Vectorised, "run_group", lambda s, job: found.append(len(job.clients)) or run(s, job))
     play(FEDAVG, federation, "parallel_vectorised", rounds=1)
     assert found == sizes
 
@@ -88,34 +91,34 @@ def test_parts_have_room_in_a_cache_are_not_too_small_and_come_out_even(
 def test_a_worker_does_not_divide_its_part_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """50 clients are parts of 13, where 13 clients alone would be two parts."""
     monkeypatch.setattr(parallel, "cores", lambda: 2)
-    original = ParallelVectorised.run_part
+    original = Vectorised.run_group
 
-    def run_part(self, program, clients, *rest):
-        assert len(clients) in (12, 13)
-        return original(self, program, clients, *rest)
+    def run_group(self: Vectorised, job: Job) -> Outcome:
+        assert len(job.clients) in (12, 13)
+        return original(self, job)
 
-    monkeypatch.setattr(ParallelVectorised, "run_part", run_part)
+    monkeypatch.setattr(Vectorised, "run_group", run_group)
     played = play(FEDAVG, small_federation(sizes=(2,) * 50), "parallel_vectorised", rounds=1)
-    assert not played.engine.books.dropped and not played.engine.notes
+    assert not played.stats.dropped and not played.engine.notes
 
 
 def test_bits_do_not_depend_on_the_number_of_processes_where_a_client_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the part that it is in runs one by one, here too."""
-    original = ENGINES["vectorised"].schedule
+    original = Job.schedule
 
-    def schedule(self, program, client):
+    def schedule(self: Job, client: str) -> Schedule:
         if client == "3":
             raise ValueError("no data today")
-        return original(self, program, client)
+        return original(self, client)
 
-    monkeypatch.setattr(ENGINES["vectorised"], "schedule", schedule)
-    run, ran, found = ParallelVectorised.run_part, [], []
-    monkeypatch.setattr(ParallelVectorised, "run_part", lambda s, p, c, *a: ran.append(len(c)) or run(s, p, c, *a))
+    monkeypatch.setattr(Job, "schedule", schedule)
+    run, ran, found = Vectorised.run_group, [], []
+    monkeypatch.setattr(Vectorised, "run_group", lambda s, job: ran.append(len(job.clients)) or run(s, job))
     for processes in (1, 2):
         monkeypatch.setattr(parallel, "cores", lambda processes=processes: processes)
         played = play(FEDAVG, small_federation(sizes=(5,) * 40), "parallel_vectorised", rounds=2)
         found.append(flatten(played.state._asdict()))
-        assert [dropped.client for dropped in played.engine.books.dropped] == ["3"]
+        assert [dropped.client for dropped in played.stats.dropped] == ["3"]
     assert ran == 2 * [10, *[1] * 10, 10, 10, 10]  # in this process; the workers' are theirs
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
@@ -126,10 +129,33 @@ def test_a_client_that_kills_its_process_is_dropped_alone(engine: str, monkeypat
     federation = small_federation()
     doomed(monkeypatch, "3")
     played = play(FEDAVG, federation, engine, rounds=2)
-    (dropped,) = played.engine.books.dropped
+    (dropped,) = played.stats.dropped
     assert (dropped.client, dropped.reason) == ("3", "its process was ended by signal 9")
     without = play(FEDAVG, federation, "sequential", rounds=2, cohorts=[["0", "1", "2", "4"]] * 2)
     for name, value in without.state.params.items():
+        torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", PARALLEL)
+def test_a_client_whose_worker_was_killed_is_asked_again(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """By whoever killed it: a client that is not at fault gives what it would have given."""
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
+    federation, parent, original = small_federation(), os.getpid(), Job.schedule
+    straight = play(FEDAVG, federation, engine, rounds=2)
+
+    def schedule(self: Job, asked: str) -> Schedule:
+        if asked == "3" and os.getpid() != parent and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, asked)
+
+    monkeypatch.setattr(Job, "schedule", schedule)
+    played = play(FEDAVG, federation, engine, rounds=2)
+    assert (tmp_path / "killed").exists()
+    assert not played.stats.dropped
+    for name, value in straight.state.params.items():
         torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
 
 
@@ -137,7 +163,7 @@ def test_a_client_that_stands_still_does_not_hang_the_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(workers, "STILL_SECONDS", 2)
     doomed(monkeypatch, "1", signal.SIGSTOP)
     played = play(FEDAVG, small_federation(), "parallel", rounds=1)
-    (dropped,) = played.engine.books.dropped
+    (dropped,) = played.stats.dropped
     assert (dropped.client, dropped.reason) == ("1", "its process stood still for 2 seconds")
 
 
@@ -149,42 +175,38 @@ def test_processes_are_kept_from_round_to_round_and_end_with_the_engine(engine: 
     at_work = children()
     assert len(at_work) == len(before) + parallel.cores() or parallel.cores() == 1
     for number in (2, 3):
-        played.engine.begin(number)
-        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), played.engine.ask)
+        session = played.session(number)
+        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), session.ask)
     assert children() == at_work
-    del played
+    del played, session
     assert children() == before
 
 
 def test_a_simulation_can_be_used_from_one_thread_after_another() -> None:
     """A process ends with the thread that made it; clients must not be lost with it."""
     played = play(FEDAVG, small_federation(), "parallel", rounds=0)
-    dropped = []
+    dropped, asked = [], []
 
     def one_round(number: int) -> None:
-        played.engine.begin(number)
-        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), played.engine.ask)
-        dropped.extend(played.engine.books.dropped)
+        session = played.session(number)
+        FEDAVG.round(played.setup, played.state, Cohort(number, played.setup.clients), session.ask)
+        dropped.extend(session.stats.dropped)
+        asked.append(session.stats.asked)
 
     for number in (1, 2, 3):
         thread = threading.Thread(target=one_round, args=(number,))
         thread.start()
         thread.join()
-    assert not dropped and played.engine.books.asked == len(played.setup.clients)
+    assert not dropped and asked == [len(played.setup.clients)] * 3
 
 
-def test_other_data_are_seen_by_the_processes() -> None:
-    """Admission without labels replaces the federation of an engine that has been at work."""
+def test_machine_says_how_many_processes() -> None:
     federation = small_federation()
-    played = play(FEDAVG, federation, "parallel", rounds=1)
-    played.engine.federation = dataclasses.replace(federation, x=federation.x * 2)
-    played.engine.begin(2)
-    state, _ = FEDAVG.round(played.setup, played.state, Cohort(2, federation.participants), played.engine.ask)
-    alone = ENGINES["sequential"](played.engine.federation, FEDAVG, played.setup.config, 0)
-    alone.begin(2)
-    setup = setup_of(played.engine.federation, played.setup.config)
-    expected, _ = FEDAVG.round(setup, played.state, Cohort(2, federation.participants), alone.ask)
-    assert all(torch.equal(value, state.params[name]) for name, value in expected.params.items())
+    engine = ENGINES["parallel"](federation, FEDAVG, FEDAVG.config(), 0, Machine(workers=3))
+    before, cohort = children(), Cohort(1, federation.participants)
+    setup = setup_of(federation, FEDAVG.config())
+    FEDAVG.round(setup, FEDAVG.init(setup), cohort, engine.session(1, Memories()).ask)
+    assert len(children()) == len(before) + 3
 
 
 def test_where_no_process_can_work_clients_run_here_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

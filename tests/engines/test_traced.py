@@ -43,9 +43,8 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
     federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
     runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._traced.values()
     code = next(iter(runs)).__self__.code
-    # of four each: the last pool leaves one pixel, so that its layout is not a convolution's, and what the dense layers
-    # hand back to it is a view
-    assert "detach" not in code and code.count("torch.relu_(") == code.count("grad_input = ") == 3
+    assert "detach" not in code
+    assert code.count("alpha = -0.05, out = ") == 10  # each parameter is stepped on in place
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
         lambda fixed, carry, batch: carry + (batch[0] * 2).view(3).relu(),
     ],
 )
-def test_only_what_nothing_else_reads_is_rectified_in_place(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_that_do_not_say_so_are_known(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for after in (10**9, 0):
         monkeypatch.setattr(traced, "TRACE_AFTER", after)
@@ -101,8 +100,9 @@ def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: 
         monkeypatch.setattr(traced, "TRACE_AFTER", after)
         monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
         played = play(algorithms.get(method), federation, engine)
-        found.append(flatten({"state": played.state._asdict(), "memory": played.engine.memory}))
-        kinds = getattr(played.engine, "_single_steps" if engine == "sequential" else "_traces")._traced
+        found.append(flatten({"state": played.state._asdict(), "memory": dict(played.memory)}))
+        traces = played.engine._single_steps if engine == "sequential" else played.engine.inner._traces
+        kinds = traces._traced
         assert bool(kinds) == (after == 0) and all(one is not None for one in kinds.values())
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
@@ -115,7 +115,7 @@ def test_a_client_that_fails_is_told_of_in_the_same_words_when_its_steps_are_tra
     told = []
     for after in (10**9, 0):
         monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
-        told.append(play(algorithms.get("fedavg"), federation, "sequential", rounds=1).engine.books.dropped)
+        told.append(play(algorithms.get("fedavg"), federation, "sequential", rounds=1).stats.dropped)
     assert told[0] == told[1]
     (dropped,) = told[0]
     assert dropped.client == "2"
@@ -147,7 +147,7 @@ def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixe
 def operations(traces: Traces) -> list[str]:
     """What the traced steps consist of."""
     (run,) = traces._traced.values()
-    return [node.target.__name__ for node in run.__self__.graph.nodes if node.op == "call_function"]
+    return [node.target.__name__.partition(".")[0] for node in run.__self__.graph.nodes if node.op == "call_function"]
 
 
 def test_a_kind_is_traced_when_it_has_been_called_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,10 @@ def exported(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> tup
         n: torch.rand(b.shape, generator=generator).to(b) + 1 if b.is_floating_point() else b + 3
         for n, b in model.fresh_buffers().items()
     }
-    deployed = {"params": model.init(5), "buffers": buffers}
+    params = model.init(5)
     x = torch.rand(3, *SHAPE, generator=generator, dtype=dtype)
-    path = export(folder, "writer 1/a.b", deployed, model.spec, "pFedHN")
-    return path, x, model(deployed["params"], buffers, x)
+    path = export(folder, "writer 1/a.b", model.module(params, buffers), model.spec, "pFedHN")
+    return path, x, model(params, buffers, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -39,8 +39,20 @@ class Anything(nn.Linear):
         self.given = given
 
 
-def not_a_network() -> str:
-    return "text"
+CALLED: list[str] = []
+
+
+def calls(what: str = "") -> nn.Module:
+    """Not a class: must not be called, whatever it gives."""
+    CALLED.append(what)
+    return nn.Linear(4, 3)
+
+
+class Plain:
+    """A class of something else: must not be called either."""
+
+    def __init__(self) -> None:
+        CALLED.append("Plain")
 
 
 NUMBER = 3
@@ -115,8 +127,13 @@ def test_users_networks_are_built_with_the_options_they_take() -> None:
         (":Net", "--model :Net: '' is no module's full name."),
         (f"{__name__}:Nett", f"--model {__name__}:Nett: '{__name__}' has no 'Nett'. Check the name after the colon."),
         (f"{__name__}:", "Check the name after the colon."),
-        (f"{__name__}:not_a_network", "gives a str; --model needs a torch.nn.Module class."),
-        (f"{__name__}:NUMBER", "NUMBER is a int; --model needs a torch.nn.Module class."),
+        (f"{__name__}:NUMBER", "NUMBER is a int; expected a subclass of torch.nn.Module."),
+        (f"{__name__}:calls", "calls is a function; expected a subclass of torch.nn.Module."),
+        (f"{__name__}:calls:what=all", "calls is a function; expected a subclass of torch.nn.Module."),
+        (f"{__name__}:Plain", "Plain is the class Plain; expected a subclass of torch.nn.Module."),
+        ("fedloom.api:run:method=fedavg", "fedloom.api:run is a function; expected a subclass of torch.nn.Module."),
+        ("fedloom.models.spec:nn", "nn is a module; expected a subclass of torch.nn.Module."),
+        ("fedloom.models.model:_BatchNorm", "is not fedloom's; write torch.nn.modules.batchnorm:_BatchNorm."),
         (f"{__name__}:Wide", "missing a required argument: 'width'"),
         (f"{__name__}:Wide:wdth=3", "did you mean 'width'? Choose from: kind, width."),
     ],
@@ -126,6 +143,7 @@ def test_what_names_no_network_is_refused_in_one_sentence(text: str, message: st
         parse(text, SHAPE, OUTPUTS).build()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert CALLED == []
 
 
 def test_specs_of_other_shapes_are_others() -> None:

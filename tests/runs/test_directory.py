@@ -272,7 +272,7 @@ def test_a_checkpoint_comes_back(run: RunDirectory) -> None:
         assert {k: loaded.meta[k] for k in ("round", "best", "format", "method", "note")} == {
             "round": 12,
             "best": 12,
-            "format": 1,
+            "format": 2,
             "method": "fedavg",
             "note": "x",
         }
@@ -349,7 +349,8 @@ def test_the_advice_to_remove_a_damaged_checkpoint_works(run: RunDirectory) -> N
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"format": 2}, "has format 2 where this fedloom knows 1"),
+        ({"format": 3}, "has format 3 where this fedloom knows 2"),
+        ({"format": 1}, "has format 1 where this fedloom knows 2 (it was written by an earlier version)"),
         ({"round": 3}, "is of round 3"),
         ({"method": "pfedhn"}, "is of the method 'pfedhn' in a run of 'fedavg'"),
         (

@@ -71,12 +71,12 @@ def test_running_statistics_are_exported_too(tmp_path: Path) -> None:
     model = Model(parse("testnets:Normed", (1, 6, 6), 3))
     buffers = model.fresh_buffers()
     buffers["norm.running_mean"] += 2
-    deployed = {"params": model.init(1), "buffers": buffers}
-    path = export(tmp_path, "0", deployed, model.spec, "FedAvg")
+    module = model.module(model.init(1), buffers)
+    path = export(tmp_path, "0", module, model.spec, "FedAvg")
     loaded = runpy.run_path(str(path.with_suffix(".py")))["model"]
     x = torch.ones(2, 1, 6, 6)
     assert torch.equal(loaded.norm.running_mean, torch.full((2,), 2.0))
-    assert torch.equal(loaded(x), model.module(deployed["params"], buffers)(x))
+    assert torch.equal(loaded(x), module(x))
 
 
 def test_a_client_that_is_not_there(odd: fedloom.Run, tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_the_code_of_a_users_network_goes_along(tmp_path: Path, monkeypatch: pyt
     found = {}
     for network in ("ownpackage.deep.net:Net", "torch.nn:Identity", "mlp:hidden=4"):
         spec, folder = parse(network, (3,), 2), tmp_path / network[:3]
-        export(folder, "0", {"params": {}, "buffers": {}}, spec, "FedAvg")
+        export(folder, "0", nn.Identity(), spec, "FedAvg")
         found[network[:3]] = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     files = ["client-0.py", "client-0.safetensors"]
     own = [f"code/ownpackage/{name}" for name in ("__init__.py", "deep/__init__.py", "deep/net.py")]
     assert found == {"own": files + own, "tor": files, "mlp": files}
     in_a_script = replace(parse("torch.nn:Identity", (3,), 2), name="__main__:Net")
-    path = export(tmp_path / "script", "0", {"params": {}, "buffers": {}}, in_a_script, "FedAvg")
+    path = export(tmp_path / "script", "0", nn.Identity(), in_a_script, "FedAvg")
     assert not (path.parent / "code").exists()
 
 

@@ -197,3 +197,19 @@ def test_only_json_objects_are_read(data: bytes) -> None:
 
 def test_one_line_of_json_has_one_line_break() -> None:
     assert files.to_json({"text": "a\nb"}).count(b"\n") == 1
+
+
+IDS = ["plain", "ward-3.a_b", "Zoë", "", ".", "..", ".hidden", "../../evil", "/abs/x", "a/b", "a\\b", "a b", "a\n",
+       "a%2Fb", "%", "%2E", "x" * 64, "x" * 65, "é" * 400, "é" * 401, "\0", "\udc80", "C:", "~"]  # fmt: skip
+
+
+def test_a_file_of_an_id_lies_in_its_folder_and_is_no_other_ids(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "down"
+    folder.mkdir(parents=True)
+    for id in IDS:
+        assert (folder / files.file_name(id)).parent == folder
+        (folder / f"{files.file_name(id)}.safetensors").write_text("one")
+        (folder / files.file_name(id)).mkdir()
+    assert len(names(folder)) == 2 * len(IDS)
+    assert names(tmp_path) == ["deep"] and names(tmp_path / "deep") == ["down"]
+    assert files.file_name("ward-3.a_b") == "ward-3.a_b"

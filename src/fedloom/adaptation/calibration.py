@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from fedloom.adaptation.dirichlet import shares
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent, Setup
 from fedloom.core.random import fold, normal
-from fedloom.core.trees import ClientId, Params, Tree
+from fedloom.core.trees import ClientId, Params, PerClient, Tree
 
 MAX_ASKS = 20
 HOLD = 1.0
@@ -39,39 +39,86 @@ class Privacy(NamedTuple):
     noise: float = 0.0
 
 
+class Fitted(NamedTuple):
+    """The fit that the participants agree on, and what each of them has to say of it."""
+
+    point: Tensor  # (1 + classes,) 1/T and the biases
+    curve: Tensor  # (1 + classes, 1 + classes) curvature of the penalised loss
+    clients: tuple[ClientId, ...]
+    gradients: Tensor  # (clients, 1 + classes)
+    curvatures: Tensor  # (clients, 1 + classes, 1 + classes)
+
+    @property
+    def line(self) -> dict[str, Tensor]:
+        """``{"slope": 1/T, "bias": (classes,)}``; the biases are shrunk by as much as participants disagree."""
+        return _line(self.point, self.agreement)
+
+    @property
+    def agreement(self) -> Tensor:
+        """(classes,) from 0 to 1: how much of a class's bias is left when the variance between clients is taken off.
+
+        That of the fit follows from the clients' gradients (the "sandwich" estimate), whatever they differ in.
+        """
+        number, bias = len(self.clients), self.point[1:] - self.point[1:].mean()
+        if number < 2:
+            return torch.zeros_like(bias)
+        moved = torch.linalg.solve(self.curve, self.gradients.T).T[:, 1:]
+        variance = (moved - moved.mean(1, keepdim=True)).square().sum(0) * number / (number - 1)
+        kept: Tensor = (1 - variance / bias.square().clamp(min=1e-30)).clamp(0, 1)
+        return kept
+
+    def left_out(self, *, noisy: bool) -> PerClient:
+        """The line that the others would have fitted without each client: one Newton step from that of all.
+
+        Where answers are ``noisy`` it is that of all: what one client adds is lost in the noise.
+        """
+        points = self.point.expand(len(self.clients), -1)
+        if not noisy:
+            others = self.curve - self.curvatures
+            points = points + torch.linalg.solve(others, self.gradients[..., None])[..., 0]
+        lines = [_line(point, self.agreement) for point in points]
+        return PerClient([(self.clients, {name: torch.stack([line[name] for line in lines]) for name in lines[0]})])
+
+
+def _line(point: Tensor, agreement: Tensor) -> dict[str, Tensor]:
+    bias = agreement * (point[1:] - point[1:].mean())
+    if float(point[0]) <= LEAST:
+        bias = torch.zeros_like(bias)  # alone, it would make all samples of every newcomer vote for one class
+    return {"slope": point[0].clamp(min=LEAST), "bias": bias}
+
+
 def fit(
     setup: Setup[Any], algorithm: Algorithm, sent: Sent, clients: Sequence[ClientId], ask: Ask, privacy: Privacy
-) -> dict[str, Tensor]:
-    """``{"slope": 1/T, "bias": (classes,)}`` for the scores of ``algorithm``; ``sent.shared`` must have ``alpha``."""
+) -> Fitted:
+    """1/T and a bias per class for the scores of ``algorithm``; ``sent.shared`` must have ``alpha``."""
     classes = setup.models[clients[0]].num_outputs
     point = torch.zeros(classes + 1, dtype=torch.float64, device=setup.device)
     point[0] = 1.0  # (1/T, b): the model as it is
     hold = torch.full_like(point, HOLD)
     hold[0] = 0.0
-    program, step, best = _program(algorithm, privacy), torch.zeros_like(point), math.inf
+    program, step, best = calibrating(algorithm, privacy), torch.zeros_like(point), math.inf
     for _ in range(8 if privacy.noise else MAX_ASKS):
         shared = {**sent.shared, "point": (point + step).to(setup.dtype)}
         replies = ask(program, shared, sent.mine)
-        value, grad, curve = (
-            sum(tree[name].double().sum(0) for _, tree in replies.groups) for name in ("value", "gradient", "curvature")
+        values, grads, curves, counts = (
+            torch.cat([tree[name].double() for _, tree in replies.groups])
+            for name in ("value", "gradient", "curvature", "samples")
         )
-        count = float(sum(tree["samples"].sum() for _, tree in replies.groups))
-        held = (point + step) * hold
-        value, grad, curve = value + 0.5 * held @ (point + step), grad + held, curve + torch.diag(hold)
+        held, count = (point + step) * hold, max(float(counts.sum()), 1.0)
+        value = values.sum() + 0.5 * held @ (point + step)
+        grad, curve = grads.sum(0) + held, curves.sum(0) + torch.diag(hold)
         if not privacy.noise and float(value) > best + 1e-12 * abs(best):
             step = step / 2  # too far: the quadratic was no good there
             continue
-        point, best = point + step, float(value)
-        ridge = 1e-8 * max(count, 1.0) * torch.eye(classes + 1, dtype=torch.float64, device=setup.device)
+        ridge = 1e-8 * count * torch.eye(classes + 1, dtype=torch.float64, device=setup.device)
         if privacy.noise:
             ridge = ridge * 1e6 + _shift_to_positive(curve)
+        point, best = point + step, float(value)
+        found = Fitted(point, curve + ridge, tuple(replies), grads, curves)
         step = -torch.linalg.solve(curve + ridge, grad)
-        if float(-grad @ step) < 1e-12 * max(count, 1.0):
+        if float(-grad @ step) < 1e-12 * count:
             break
-    slope, bias = point[0].clamp(min=LEAST), point[1:] - point[1:].mean()
-    if float(point[0]) <= LEAST:
-        bias = torch.zeros_like(bias)  # alone, it would make all samples of every newcomer vote for one class
-    return {"slope": slope.to(setup.dtype), "bias": bias.to(setup.dtype)}
+    return found
 
 
 def _shift_to_positive(curve: Tensor) -> Tensor:
@@ -80,8 +127,8 @@ def _shift_to_positive(curve: Tensor) -> Tensor:
     return max(-2 * lowest, 0.0) * torch.eye(len(curve), dtype=curve.dtype, device=curve.device)
 
 
-@cache
-def _program(algorithm: Algorithm, privacy: Privacy) -> Program:
+def calibrating(algorithm: Algorithm, privacy: Privacy) -> Program:
+    """One pass over validation data: value, gradient and curvature at the present point."""
     batches = Batches("val", 256, epochs=1, shuffle=False)
     init, step, final = partial(_init, algorithm), partial(_step, algorithm), partial(_final, privacy)
     return Program("calibrate", init, step, final, batches, _expects)

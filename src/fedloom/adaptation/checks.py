@@ -19,7 +19,7 @@ do. Where that leaves less than a twentieth of the estimate to the samples, the 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ def log_ratio(scores: Tensor, shares: Tensor, common: Tensor) -> Tensor:
 
 def gather(algorithm: Algorithm, sent: Sent, ask: Ask, privacy: Privacy) -> Reference:
     """The reference from participants' validation data; ``sent.shared`` has ``base``, ``slope`` and ``bias``."""
-    replies = ask(_program(algorithm, privacy), sent.shared, sent.mine)
+    replies = ask(referring(algorithm, privacy), sent.shared, sent.mine)
     number, first, second = (
         torch.cat([tree[name].double() for _, tree in replies.groups]) for name in ("number", "first", "second")
     )  # (clients, classes, ...)
@@ -148,8 +148,8 @@ def _positive(matrix: Tensor) -> Tensor:
     return nearest
 
 
-@cache
-def _program(algorithm: Algorithm, privacy: Privacy) -> Program:
+def referring(algorithm: Algorithm, privacy: Privacy) -> Program:
+    """One pass over validation data: sums of the statistics by class."""
     batches = Batches("val", 256, epochs=1, shuffle=False)
     init, step, final = partial(_init, algorithm), partial(_step, algorithm), partial(_final, privacy)
     return Program("reference", init, step, final, batches, _expects)

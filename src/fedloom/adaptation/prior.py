@@ -3,29 +3,45 @@
 
 ``with_prior(algorithm)`` is a method like any other. Its training is that of the one it wraps. Before it is evaluated
 or deployed it *settles*: participants tell their label shares, from which the server fits a Dirichlet, and calibrate
-the scores together, and tell what scores of each class look like. A participant then predicts with its counted shares.
-A newcomer estimates its own from its samples, labelled or not or some of each (label -1: unknown), and checks whether
-they fit; it only downloads, and answers nothing.
+the scores together, tell what scores of each class look like, and try the correction on themselves. A participant then
+predicts with its counted shares. A newcomer estimates its own from its samples, labelled or not or some of each (label
+-1: unknown), checks whether they fit, and uses the correction as far as it served the participants; it only downloads,
+and answers nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedloom.adaptation.calibration import Privacy, fit
-from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, statistics
+from fedloom.adaptation.calibration import Privacy, calibrating, fit
+from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, referring, statistics
 from fedloom.adaptation.dirichlet import STEPS, Votes, fit_dirichlet, no_votes, shares, vote
-from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.adaptation.trial import Trial, trusted, try_out, trying, untried
+from fedloom.core.contract import (
+    Algorithm,
+    Ask,
+    Batch,
+    Batches,
+    Cohort,
+    Diagnostics,
+    Home,
+    Model,
+    Program,
+    Seeds,
+    Sent,
+    Setup,
+)  # fmt: skip
 from fedloom.core.errors import NeedsError
-from fedloom.core.random import fold, normal
-from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.core.trees import ClientId, Tree
+from fedloom.models.load import Shifted
+from fedloom.programs.allowed import programs_of
+from fedloom.programs.labels import ask_label_shares, label_shares
 
 OPEN = Privacy()
 """No clipping and no noise."""
@@ -43,9 +59,10 @@ class State(NamedTuple):
     bias: Tensor  # (classes,)
     reference: Mapping[str, Tensor]
     """What a newcomer's scores are checked against: ``checks.Reference``."""
+    trial: Mapping[str, Tensor]
+    """What the correction was worth to participants: ``trial.Trial``."""
 
 
-@cache
 def with_prior(algorithm: Algorithm, privacy: Privacy = OPEN) -> Algorithm:
     """``algorithm`` with each client's label shares added to its scores."""
     if algorithm.carries_prior:
@@ -56,16 +73,25 @@ def with_prior(algorithm: Algorithm, privacy: Privacy = OPEN) -> Algorithm:
     return replace(
         algorithm,
         name=f"{algorithm.name} + prior",
+        base=algorithm,
         state=State,
         init=partial(_init, algorithm),
         round=partial(_round, algorithm),
         settle=partial(_settle, algorithm, privacy),
-        personalise=partial(_personalise, algorithm),
+        send=partial(_send, algorithm),
         first_memory=partial(_first_memory, algorithm),
         client_deploy=partial(client_deploy, algorithm),
         predict=partial(predict, algorithm),
+        module=partial(_module, algorithm),
+        programs=partial(_programs, algorithm, privacy),
+        restored=partial(_restored, algorithm),
         admit=partial(_admit, algorithm) if algorithm.admit else None,
         admit_labels=False,
+        handover=replace(
+            algorithm.handover,
+            participants=partial(_handed_on, algorithm, algorithm.handover.participants),
+            newcomers=partial(_handed_on, algorithm, algorithm.handover.newcomers),
+        ),
         needs=replace(algorithm.needs, class_labels=True),
     )
 
@@ -74,8 +100,9 @@ def _init(algorithm: Algorithm, setup: Setup[Any]) -> State:
     classes = setup.models[setup.clients[0]].num_outputs
     even = torch.ones(classes, dtype=setup.dtype, device=setup.device)
     # until it has settled: the wrapped method as it is
-    nothing = no_reference(even)._asdict()
-    return State(algorithm.init(setup)._asdict(), even * 1e4, even.new_ones(()), torch.zeros_like(even), nothing)
+    unknown, nobody = no_reference(even)._asdict(), untried(even)._asdict()
+    base = algorithm.init(setup)._asdict()
+    return State(base, even * 1e4, even.new_ones(()), torch.zeros_like(even), unknown, nobody)
 
 
 def _base(algorithm: Algorithm, state: State) -> Any:
@@ -89,40 +116,49 @@ def _round(
     return state._replace(base=after._asdict()), diagnostics
 
 
-def _first_memory(algorithm: Algorithm, model: Model, config: Any, seed: int) -> Tree:
+def _handed_on(algorithm: Algorithm, part: Callable[..., Any], setup: Setup[Any], state: State) -> State:
+    """Part of the wrapped method's state, and all that settling found: sums over the participants."""
+    return state._replace(base=part(setup, _base(algorithm, state))._asdict())
+
+
+def _first_memory(algorithm: Algorithm, model: Model, config: Any, seeds: Seeds) -> Tree:
     nothing = torch.zeros(model.num_outputs, dtype=model.dtype, device=model.device)
-    return {**algorithm.first_memory(model, config, seed), "label_counts": nothing, "keep_plain": nothing[0] > 0}
+    return {**algorithm.first_memory(model, config, seeds), "label_counts": nothing, "trust": nothing.new_ones(())}
 
 
 def _settle(algorithm: Algorithm, privacy: Privacy, setup: Setup[Any], state: State, ask: Ask) -> State:
-    """Label shares, the Dirichlet that fits them, calibration, and the reference for newcomers' checks."""
-    classes = {"classes": torch.zeros_like(state.bias)}
-    told = ask(_count_program(privacy), classes, PerClient.empty(setup.clients))
+    """Label shares, the Dirichlet that fits them, calibration, the reference for newcomers' checks, and the trial."""
+    plain = _base(algorithm, state)
+    if algorithm.settle:
+        plain = algorithm.settle(setup, plain, ask)
+    told = ask_label_shares(setup, setup.clients, ask, privacy.noise)
     rows = [tree["shares"].clamp(min=0) * tree["num_samples"][:, None] for _, tree in told.groups]
     alpha = torch.as_tensor(fit_dirichlet(torch.cat(rows).double().cpu().numpy())).to(state.alpha)
-    base = algorithm.personalise(setup, _base(algorithm, state), setup.clients)
+    base = algorithm.send(setup, plain, setup.clients)
     sent = Sent({"base": base.shared, "alpha": alpha}, base.mine)
-    found = fit(setup, algorithm, sent, setup.clients, ask, privacy)
-    calibrated = Sent({"base": base.shared, **found}, base.mine)
+    fitted = fit(setup, algorithm, sent, setup.clients, ask, privacy)
+    line = {name: value.to(alpha) for name, value in fitted.line.items()}
+    calibrated = Sent({"base": base.shared, **line}, base.mine)
     reference = gather(algorithm, calibrated, ask, privacy)
-    return state._replace(alpha=alpha, slope=found["slope"], bias=found["bias"], reference=reference._asdict())
+    trial = try_out(algorithm, base, alpha, fitted, reference, ask, privacy)
+    return State(plain._asdict(), alpha, line["slope"], line["bias"], reference._asdict(), trial._asdict())
 
 
 def _wrapped(state: State, base: Sent) -> Sent:
     return Sent({"base": base.shared, "alpha": state.alpha, "slope": state.slope, "bias": state.bias}, base.mine)
 
 
-def _personalise(algorithm: Algorithm, setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    return _wrapped(state, algorithm.personalise(setup, _base(algorithm, state), clients))
+def _send(algorithm: Algorithm, setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    return _wrapped(state, algorithm.send(setup, _base(algorithm, state), clients))
 
 
 def client_deploy(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     """What the wrapped method deploys, and the line through its scores."""
-    plain, offset = memory["keep_plain"], shared["bias"] + torch.log(shares(memory["label_counts"], shared["alpha"]))
+    offset = shared["bias"] + torch.log(shares(memory["label_counts"], shared["alpha"]))
     return {
         "base": algorithm.client_deploy(home, shared["base"], mine, memory),
-        "slope": torch.where(plain, 1, shared["slope"]),
-        "offset": torch.where(plain, 0, offset),
+        "slope": torch.where(memory["trust"] > 0, shared["slope"], 1),
+        "offset": memory["trust"] * offset,
     }
 
 
@@ -132,42 +168,33 @@ def predict(algorithm: Algorithm, home: Home, deployed: Tree, x: Tensor) -> Tens
     return scores
 
 
+def _module(algorithm: Algorithm, home: Home, deployed: Tree) -> nn.Module:
+    """The wrapped method's module, its scores on a line."""
+    plain = algorithm.module(home, deployed["base"])
+    return Shifted(plain, deployed["slope"], deployed["offset"]).eval()
+
+
+def _programs(algorithm: Algorithm, privacy: Privacy, config: Any, model: Model, newcomer: bool) -> list[Program]:
+    """The wrapped method's, what settling asks of participants, and what a newcomer finds out at home."""
+    own = programs_of(algorithm, config, model, newcomer)
+    if newcomer:
+        return [*own, _estimate_program(algorithm)]
+    asked = [calibrating(algorithm, privacy), referring(algorithm, privacy), trying(algorithm, privacy)]
+    return [*own, label_shares(privacy.noise), *asked]
+
+
+def _restored(algorithm: Algorithm, fresh: Tree, saved: Tree) -> Tree:
+    return {**saved, "base": algorithm.restored(fresh["base"], saved["base"])}
+
+
 def _admit(algorithm: Algorithm, setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """The newcomer finds its shares at home; its answer is empty."""
     assert algorithm.admit is not None
     sent = _wrapped(state, algorithm.admit(setup, _base(algorithm, state), newcomers, ask))
-    ask(_estimate_program(algorithm), {**sent.shared, "reference": state.reference}, sent.mine)
+    ask(_estimate_program(algorithm), {**sent.shared, "reference": state.reference, "trial": state.trial}, sent.mine)
     return sent
 
 
-@cache
-def _count_program(privacy: Privacy) -> Program:
-    batches = Batches("train", 512, epochs=1, shuffle=False)
-    return Program("label_shares", _count_init, _count_step, partial(_count_final, privacy), batches, _count_expects)
-
-
-def _count_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:
-    return torch.zeros_like(shared["classes"])
-
-
-def _count_step(home: Home, shared: Tree, carry: Tensor, batch: Batch) -> Tensor:
-    seen = F.one_hot(batch.y.clamp(min=0), carry.shape[0]) * batch.mask[:, None]
-    return carry + seen.sum(0).to(carry.dtype)
-
-
-def _count_final(privacy: Privacy, home: Home, shared: Tree, carry: Tensor, memory: Tree) -> tuple[Tree, Tree]:
-    told = carry / carry.sum().clamp(min=1)
-    if privacy.noise:
-        # shares have norm at most 1: the clip of this answer
-        told = told + privacy.noise * normal(fold(home.key, 1), tuple(told.shape), told.dtype)
-    return {"shares": told, "num_samples": home.num_samples}, {**memory, "label_counts": carry}
-
-
-def _count_expects(shared: Tree, mine: Tree) -> Tree:
-    return {"shares": shared["classes"], "num_samples": torch.empty(())}
-
-
-@cache
 def _estimate_program(algorithm: Algorithm) -> Program:
     batches = Batches("train", 256, epochs=PASSES, shuffle=False)
     init, step = partial(_estimate_init, algorithm), partial(_estimate_step, algorithm)
@@ -208,20 +235,22 @@ def _estimate_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Carry
 
 
 def _estimate_final(home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tuple[Tree, Tree]:
-    """What is kept: the counts, weighted by how well they fit, and the checks for the report."""
+    """What is kept: the counts, weighted by how well they fit, how far to trust them, and the checks for the report."""
     votes, number = carry.votes, home.num_samples
     mean = carry.statistics / number.clamp(min=1)
     found = judge(votes.known, votes.expected, mean, number, shared["alpha"], Reference(**shared["reference"]))
-    labelled = votes.known.sum()
+    labelled, trial = votes.known.sum(), Trial(**shared["trial"])
+    part, row = trusted(trial, number, labelled)
+    trust = torch.where(found.keep_plain, 0, part)
     report = {
         "labelled": labelled,
         "evidence": labelled + found.weight * (votes.evidence - labelled),
         "weight": found.weight,
         "misfit": found.misfit,
         "ratio": 2 * carry.log_ratio,
+        **{name: value[row] for name, value in trial._asdict().items()},
     }
-    kept = {"label_counts": found.counts, "keep_plain": found.keep_plain, "admission": report}
-    return {}, {**memory, **kept}
+    return {}, {**memory, "label_counts": found.counts, "trust": trust, "admission": report}
 
 
 def _estimate_expects(shared: Tree, mine: Tree) -> Tree:

@@ -40,6 +40,16 @@ class Test(NamedTuple):
     p: float
 
 
+class Gain(NamedTuple):
+    """What the correction was worth to participants that stood in as newcomers, in accuracy."""
+
+    mean: float
+    low: float
+    """Bounds of what a newcomer like them may expect."""
+    high: float
+    participants: int
+
+
 @dataclass(frozen=True)
 class Report:
     """What was found out about a newcomer, and what was done about it."""
@@ -53,13 +63,19 @@ class Report:
     """Do the scores look like a mixture of the federation's classes? None: participants told too little to say."""
     weight: float
     """What a sample without a label counted, from 0 to 1."""
+    trust: float
+    """The part of the correction that is used, from 0 to 1."""
+    gain: Gain | None
+    """None: too few participants have tried it."""
     decision: Literal["corrected", "shrunk", "plain"]
     sentence: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         tests = {name: test and test._asdict() for name, test in (("shift", self.shift), ("fit", self.fit))}
-        return {**asdict(self), **tests, "level": LEVEL, "shares": [share._asdict() for share in self.shares]}
+        gain = self.gain and self.gain._asdict()
+        named = {"gain": gain, "shares": [share._asdict() for share in self.shares]}
+        return {**asdict(self), **tests, "level": LEVEL, **named}
 
     def __str__(self) -> str:
         ranked = sorted(self.shares, key=lambda share: -share.share)
@@ -84,32 +100,77 @@ def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Se
     misfit, weight, labelled = float(found["misfit"]), float(found["weight"]), round(float(found["labelled"]))
     known = float(reference["samples"]) > 0
     fit = Test(misfit, STATISTICS, float(stats.chi2.sf(misfit, STATISTICS))) if known else None
-    shrunk = weight < 1 and labelled < samples  # labels count in full
-    decision: Any = "plain" if bool(memory["keep_plain"]) else "shrunk" if shrunk else "corrected"
-    sentence = _sentence(samples, labelled, shift, fit, weight, decision)
-    return Report(samples, labelled, shares, shift, fit, weight, decision, sentence)
+    trust, gain = float(memory["trust"]), _gain(found)
+    cautious = weight < 1 or trust < 1
+    shrunk = cautious and labelled < samples  # labels count in full
+    decision: Any = "plain" if trust == 0 else "shrunk" if shrunk else "corrected"
+    sentence = _sentence(samples, labelled, shift, fit, weight, trust, gain, decision)
+    return Report(samples, labelled, shares, shift, fit, weight, trust, gain, decision, sentence)
 
 
-def _sentence(samples: int, labelled: int, shift: Test, fit: Test | None, weight: float, decision: str) -> str:
+def _gain(found: Tree) -> Gain | None:
+    """A prediction interval for one more client: Student's t over participants."""
+    number = round(float(found["clients"]))
+    if number < 2:
+        return None
+    mean, spread = float(found["gain"]), float(found["spread"])
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, number - 1)) * spread * (1 + 1 / number) ** 0.5
+    return Gain(mean, mean - reach, mean + reach, number)
+
+
+def _sentence(
+    samples: int,
+    labelled: int,
+    shift: Test,
+    fit: Test | None,
+    weight: float,
+    trust: float,
+    gain: Gain | None,
+    decision: str,
+) -> str:
     unlabelled = samples - labelled
     kinds = [f"{n} {kind}" for n, kind in ((labelled, "labelled"), (unlabelled, "unlabelled")) if n]
     source = f"{' and '.join(kinds)} sample{'' if samples == 1 else 's'}"
-    if decision == "corrected" or fit is None:
-        differ = "differ" if shift.p < RARE else "do not visibly differ"
-        fits = "and whether the scores fit them could not be checked, for want of participants' validation data"
-        if fit is not None:
-            fits = f"{'and the scores fit' if weight == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
-        return (
-            f"Corrected with the label shares found in {source}, which {differ} from the federation's "
-            f"({_in_words(shift)}), {fits}."
-        )
-    why = f"the scores of {source} fit no mixture of the federation's classes ({_in_words(fit)})"
+    misfit = fit is not None and weight < 1 and unlabelled > 0
+    why = f"the scores of {source} fit no mixture of the federation's classes ({_in_words(fit)})" if fit else ""
     doubt = "perhaps they were taken under other conditions or show an unknown class"
-    if decision == "plain":
+    if decision == "plain" and misfit and (gain is None or gain.mean > 0):
         return f"The plain predictor is kept: {why}; {doubt}."
-    left = unlabelled * weight
-    worth = f"{left:.{0 if left >= 10 else 1}f} of {unlabelled}"
-    return f"Corrected with caution, as if from {worth} unlabelled samples: {why}; {doubt}."
+    if decision == "plain":
+        tried = (
+            f"it is not clear that a correction gains anything: {_of(gain)}"
+            if gain
+            else ("too few participants have validation data to try a correction on")
+        )
+        return f"The plain predictor is kept: {tried}."
+    expected = f" {_expected(gain)}" if gain and unlabelled else ""
+    if misfit:
+        left = unlabelled * weight
+        worth = f"{left:.{0 if left >= 10 else 1}f} of {unlabelled}"
+        return f"Corrected with caution, as if from {worth} unlabelled samples: {why}; {doubt}.{expected}"
+    differ = "differ" if shift.p < RARE else "do not visibly differ"
+    fits = "and whether the scores fit them could not be checked, for want of participants' validation data"
+    if fit is not None:
+        fits = f"{'and the scores fit' if weight == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
+    part = f" by {trust:.0%}" if decision == "shrunk" else ""
+    return (
+        f"Corrected{part} with the label shares found in {source}, which {differ} from the federation's "
+        f"({_in_words(shift)}), {fits}.{expected}"
+    )
+
+
+def _of(gain: Gain) -> str:
+    return (
+        f"for {gain.participants} participants that stood in as newcomers it was {gain.mean:+.1%} on average, and "
+        f"{gain.low:+.1%} to {gain.high:+.1%} is to be expected for one more"
+    )
+
+
+def _expected(gain: Gain) -> str:
+    return (
+        f"For {gain.participants} participants that stood in as newcomers this changed the accuracy by "
+        f"{gain.mean:+.1%} on average; expect {gain.low:+.1%} to {gain.high:+.1%}."
+    )
 
 
 def _in_words(test: Test) -> str:

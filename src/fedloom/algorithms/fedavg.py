@@ -9,6 +9,7 @@ weighted by the clients' numbers of samples.
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    In evaluations, here and in every method: the sum of losses, the number right, the number of samples.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: plain SGD with one client and one step.
@@ -24,13 +25,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.core.aggregate import mean_loss, weighted_mean
+from fedloom.core.aggregate import mean_buffers, mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Needs, Program, Sent, Setup
-from fedloom.core.random import seed_of
-from fedloom.core.statistics import settle_statistics
-from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
-from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
+from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Needs, Sent, Setup
+from fedloom.core.training import LocalConfig
+from fedloom.core.trees import ClientId, PerClient, tree_map
+from fedloom.programs.local import local_training
+from fedloom.programs.statistics import settle_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,87 +50,47 @@ class State(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-def init(setup: Setup[Config]) -> State:
+def init(setup: Setup[Any]) -> State:
     """The model as its module initialises it."""
     model = setup.models[setup.clients[0]]
-    return State(model.init(seed_of(setup.seed, "global model")), model.fresh_buffers())
+    return State(model.init(setup.common_seed), model.fresh_buffers())
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
+def send(setup: Setup[Any], state: Any, clients: Sequence[ClientId]) -> Sent:
+    """The same model for everybody; ``state`` has ``params`` and ``buffers``."""
+    averaged = {"buffers": state.buffers} if setup.config.batchnorm == "averaged" else {}
+    return Sent({"params": state.params, **averaged}, PerClient.empty(clients))
+
+
+def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Ask the cohort to train the global model; add the weighted mean of the changes."""
-    replies = ask(program(setup.config), message(setup.config, state), PerClient.empty(cohort.clients))
-    return average(setup.config, state, replies), {"local_loss": mean_loss(replies)}
+    replies = ask(local_training(setup.config), *send(setup, state, cohort.clients))
+    return combine(setup, state, replies)
 
 
-def message(config: Any, state: Any) -> dict[str, Any]:
-    """The global model as it is sent down; ``state`` has ``params`` and ``buffers``."""
-    averaged = {"buffers": state.buffers} if config.batchnorm == "averaged" else {}
-    return {"params": state.params, **averaged}
+def combine(
+    setup: Setup[Any], state: State, replies: PerClient, weight: str | None = "num_samples"
+) -> tuple[State, Diagnostics]:
+    """The server's half of a round: the mean of the changes, weighted by that branch of the replies; None: equally."""
+    params = tree_map(torch.add, state.params, weighted_mean(replies, "delta", weight))
+    buffers = average_buffers(setup, state.buffers, replies, weight)
+    return State(params, buffers), {"local_loss": mean_loss(replies)}
 
 
-def average(config: Any, state: State, replies: PerClient) -> State:
-    """The global model after the replies."""
-    params = tree_map(torch.add, state.params, weighted_mean(replies, "delta"))
-    return State(params, average_buffers(config, state.buffers, replies))
-
-
-def average_buffers(config: Any, before: Mapping[str, Tensor], replies: PerClient) -> Mapping[str, Tensor]:
-    """The running statistics after the replies."""
-    if config.batchnorm == "local":
+def average_buffers(
+    setup: Setup[Any], before: Mapping[str, Tensor], replies: PerClient, weight: str | None = "num_samples"
+) -> Mapping[str, Tensor]:
+    """The running statistics after the replies, if they are averaged."""
+    if setup.config.batchnorm == "local":
         return before
-    # counters are whole numbers: to the nearest one, as weights may add up to a little less than 1
-    after: Mapping[str, Tensor] = tree_map(
-        lambda new, old: (new if old.is_floating_point() else new.round()).to(old.dtype),
-        weighted_mean(replies, "buffers"),
-        before,
-    )
+    after: Mapping[str, Tensor] = mean_buffers(replies, before, weight)
     return after
-
-
-def program(config: LocalConfig) -> Program:
-    """What a client of FedAvg runs."""
-    return Program("fedavg.train", client_init, client_step, client_final, config.batches(), expects)
-
-
-def expects(shared: Tree, mine: Tree) -> Tree:
-    """A change for every tensor sent."""
-    return {
-        "delta": shared["params"],
-        **like_report(),
-        **({"buffers": shared["buffers"]} if "buffers" in shared else {}),
-    }
-
-
-def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Training:
-    """Start from the global parameters."""
-    return begin(home, shared["params"], {**memory, "buffers": shared.get("buffers", memory["buffers"])})
-
-
-def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
-    """One step on the client's own loss."""
-    return train_step(home, carry, batch)
-
-
-def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
-    """Reply with the change."""
-    averaged = {"buffers": carry.buffers} if "buffers" in shared else {}
-    return {"delta": delta(carry), **report(home, carry), **averaged}, remember(home, carry, memory)
-
-
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """The same model for everybody."""
-    return Sent(message(setup.config, state), PerClient.empty(clients))
-
-
-def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
-    """The global parameters, with the running statistics that were sent or else the client's own."""
-    return {"params": shared["params"], "buffers": shared.get("buffers", memory["buffers"])}
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and, if they are not averaged, settles its running statistics."""
-    sent = personalise(setup, state, newcomers.clients)
-    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, client_deploy, sent, ask)
+    sent = send(setup, state, newcomers.clients)
+    return sent if setup.config.batchnorm == "averaged" else settle_statistics(setup, sent, ask)
 
 
 CITATION = """@inproceedings{mcmahan2017fedavg,
@@ -139,13 +100,14 @@ CITATION = """@inproceedings{mcmahan2017fedavg,
 
 ALGORITHM = Algorithm(
     name="FedAvg",
+    family="global",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
-    personalise=personalise,
-    client_deploy=client_deploy,
+    averaged=("params", "buffers"),
     admit=admit,
     admit_labels=False,
     carries_prior=False,

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from fedloom.algorithms import fedavg
-from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Program, Setup
-from fedloom.core.training import Training, train_step
-from fedloom.core.trees import Params, PerClient, Tree, squared_norm
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Setup
+from fedloom.core.training import Training, pulled, train_step
+from fedloom.core.trees import Tree
+from fedloom.programs.local import local_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +36,23 @@ class Config(fedavg.Config):
 
 def round(setup: Setup[Config], state: fedavg.State, cohort: Cohort, ask: Ask) -> tuple[fedavg.State, Diagnostics]:
     """A round of FedAvg with another client step."""
-    config = setup.config
-    replies = ask(program(config), fedavg.message(config, state), PerClient.empty(cohort.clients))
-    return fedavg.average(config, state, replies), {"local_loss": mean_loss(replies)}
+    replies = ask(proximal_training(setup.config), *fedavg.send(setup, state, cohort.clients))
+    return fedavg.combine(setup, state, replies)
 
 
-def program(config: Config) -> Program:
+def proximal_training(config: Config) -> Program:
     """What a client of FedProx runs."""
-    return replace(fedavg.program(config), name="fedprox.train", step=client_step)
+    return replace(local_training(config), name="fedprox.train", step=client_step)
 
 
 def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
-    """One step on the client's own loss plus the proximal term."""
+    """One step on the client's own loss plus the proximal term, eq. 2 of the paper: (mu / 2) ||w - w_t||^2."""
+    return train_step(home, carry, batch, correction=pulled(carry.params, carry.start, home.config.mu))
 
-    def proximal(params: Params) -> Tensor:
-        # eq. 2 of the paper: (mu / 2) ||w - w_t||^2
-        apart = squared_norm({name: params[name] - carry.start[name] for name in params})
-        penalty: Tensor = apart * (home.config.mu / 2)
-        return penalty
 
-    return train_step(home, carry, batch, penalty=proximal)
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A participant trains; a newcomer only settles its running statistics."""
+    return [] if newcomer else [proximal_training(config)]
 
 
 CITATION = """@inproceedings{li2020fedprox,
@@ -66,4 +61,4 @@ CITATION = """@inproceedings{li2020fedprox,
           Smith, Virginia},
   booktitle={MLSys}, year={2020}}"""
 
-ALGORITHM = replace(fedavg.ALGORITHM, name="FedProx", citation=CITATION, config=Config, round=round)
+ALGORITHM = replace(fedavg.ALGORITHM, name="FedProx", citation=CITATION, config=Config, round=round, programs=programs)

@@ -24,28 +24,28 @@ joins e at the input, BatchNorm is refused. How eq. 4 is read, and all else: doc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.algorithms import fedavg
-from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import fold, normal, seed_of
 from fedloom.core.training import LocalConfig, Training
-from fedloom.core.trees import Params, PerClient, Tree, tree_map
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.core.vectors import from_vector
-from fedloom.hypernets.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
-from fedloom.hypernets.per_sample import PerSampleNeeds, append, append_init, classify, gradient_by_slices, net, slices
-from fedloom.models.spec import ModelSpec
+from fedloom.looms.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
+from fedloom.models.load import PredictorModule
+from fedloom.models.per_sample import append, append_init, classify, gradient_by_slices, net, slices
+from fedloom.programs.local import local_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def init(setup: Setup[Config]) -> State:
 
 def widths(config: Config, model: Model) -> tuple[int, ...]:
     """Of the extractor, and of the noise network."""
-    inputs = math.prod(cast(ModelSpec, model.spec).input_shape)
+    inputs = math.prod(model.input_shape)
     return (inputs, *([config.extractor_hidden] if config.extractor_hidden else []), config.embed_dim)
 
 
@@ -113,16 +113,21 @@ def loom_of(config: Config, model: Model) -> ChunkedLoom:
     return matched(loom, 2 * dense_size(widths(config, model))) if config.size_match else loom
 
 
+def send(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """The same networks for everybody."""
+    return Sent({"params": state.params}, PerClient.empty(clients))
+
+
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1: FedAvg on extractor and loom."""
-    replies = ask(program(setup.config), {"params": state.params}, PerClient.empty(cohort.clients))
+    replies = ask(program(setup.config), *send(setup, state, cohort.clients))
     params = tree_map(torch.add, state.params, weighted_mean(replies, "delta"))
     return State(params), {"local_loss": mean_loss(replies)}
 
 
 def program(config: Config) -> Program:
     """What a client of HyperFedZero runs: FedAvg's program with another step."""
-    return replace(fedavg.program(config), name="hyperfedzero.train", step=client_step)
+    return replace(local_training(config), name="hyperfedzero.train", step=client_step)
 
 
 def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
@@ -187,13 +192,19 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     first = (x == x[:1]).flatten(1).all(1)
     weight = torch.where(first, 1 / first.to(x.dtype).sum(), 1.0)
     e = controlled(config, embed(params, x).exp(), weight / weight.sum())
-    parts = slices(len(x), config.samples_at_once)
+    # a graph for batches of any size cannot know how many parts there are
+    parts = [slice(None)] if torch.compiler.is_exporting() else slices(len(x), config.samples_at_once)
     return torch.cat([answer(home, params, deployed["buffers"], e[part], x[part]) for part in parts])
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets what everybody has."""
-    return contract.send_to_all(setup, state, newcomers.clients)
+    return send(setup, state, newcomers.clients)
+
+
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A participant trains; a newcomer does nothing."""
+    return [] if newcomer else [program(config)]
 
 
 CITATION = """@article{zhou2025hyperfedzero,
@@ -205,15 +216,18 @@ CITATION = """@article{zhou2025hyperfedzero,
 ALGORITHM = replace(
     fedavg.ALGORITHM,
     name="HyperFedZero",
+    family="loom",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
-    personalise=contract.send_to_all,
-    client_deploy=contract.deploy_shared,
+    averaged=("params",),
     predict=predict,
+    module=partial(PredictorModule.of, predict),
+    programs=programs,
     admit=admit,
     cohort=50,  # sec. 5: all of 10 or 50 clients take part
-    needs=PerSampleNeeds(same_model=True),
+    needs=Needs(same_model=True, no_batchnorm=True),
 )

@@ -31,7 +31,7 @@ Differs from the paper:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -42,20 +42,31 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Diagnostics, Setup
+from fedloom.core.contract import Ask, Cohort, Diagnostics, Handover, Setup, Table
 from fedloom.core.errors import ConfigError
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
-from fedloom.core.trees import ClientId, Params, PerClient, Tree
-from fedloom.hypernets.attention import AttentionConfig, AttentionLoom, first_embeddings
+from fedloom.core.trees import ClientId, Params, Tree
+from fedloom.looms.attention import AttentionLoom, first_embeddings, layers_of
+from fedloom.programs.local import local_training
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig, fedavg.Config):
+class Config(fedavg.Config):
     """HyperGenFL's options."""
 
+    embed_dim: int = option(128, "Size of an embedding and of the attention (sec. 4.1).", low=1)
+    embed_init: Literal["ones", "random", "one_hot"] = option(
+        "ones", "Embeddings start at 1, at N(0, 1), or are one-hot and fixed (sec. 5.1)."
+    )
+    attention_layers: int = option(1, "Layers of attention (sec. 5.2 tries 1 to 3).", low=1)
+    attention_heads: int = option(4, "Heads of the attention (not given in the paper).", low=1)
+    score_floor: float = option(0.01, "What is added to every score, lambda (not given in the paper).", above=0)
+    start: Literal["paper", "alive"] = option(
+        "paper", "Initial loom: torch's defaults, or one whose heads stay on; best with --embed-init random."
+    )
     local_epochs: int = option(10, "Passes over the client's data; 0: use --local-steps (sec. 4.1).", low=0)
     batch_size: int = option(32, "Samples per step; the last batch of a pass has what is left (sec. 4.1).", low=1)
     local_lr: float = option(1e-2, "Local learning rate (sec. 4.1, there with AdamW).", low=0)
@@ -71,11 +82,23 @@ class Config(AttentionConfig, fedavg.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.embed_dim % self.attention_heads:
+            raise ConfigError(
+                f"--embed-dim is {self.embed_dim} and --attention-heads {self.attention_heads}; the first must be a "
+                "multiple of the second. Change one of them."
+            )
         if self.direction == "literal" and self.server_loss != "difference":
             raise ConfigError(
                 f"--direction literal is a reading of eq. 10 and 11; got --server-loss {self.server_loss}, which has "
                 "one direction only. Leave one of them out."
             )
+
+    def loom(self, clients: int, names: Iterable[str]) -> AttentionLoom:
+        """The loom for so many clients with a model of these parameters."""
+        dim = clients if self.embed_init == "one_hot" else self.embed_dim
+        return AttentionLoom(
+            dim, layers_of(names), self.embed_dim, self.attention_heads, self.attention_layers, self.score_floor
+        )
 
     def outer(self) -> Optimiser:
         """The optimiser of loom and embeddings."""
@@ -112,17 +135,26 @@ def loom_of(setup: Setup[Config]) -> AttentionLoom:
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """Algorithm 1 from line 10 on, then lines 8 and 9."""
-    shared = fedavg.message(setup.config, state)
-    replies = ask(fedavg.program(setup.config), shared, PerClient.empty(cohort.clients))
+    replies = ask(local_training(setup.config), *fedavg.send(setup, state, cohort.clients))
     active = sorted(replies, key=lambda client: setup.rows([client]))
     deltas, loom = replies.pick(active)["delta"], loom_of(setup)
     learned = learn(setup, loom, state, active, deltas)
     after = aggregate(setup, loom, learned, active, deltas)
     if setup.config.server_lr and not after.alive.any():
         warn_if_it_died(loom, cohort, state, after)
-    buffers = fedavg.average_buffers(setup.config, state.buffers, replies)
-    told: dict[str, float | Tensor] = {"local_loss": mean_loss(replies), "alive_heads": float(after.alive.sum())}
-    return after._replace(buffers=buffers), told | loom.described(after.last_weights[setup.rows(active)], active)
+    buffers = fedavg.average_buffers(setup, state.buffers, replies)
+    weights = after.last_weights[setup.rows(active)]
+    return after._replace(buffers=buffers), {
+        "local_loss": mean_loss(replies),
+        "alive_heads": float(after.alive.sum()),
+        **loom.effective_clients(weights),
+        "weights": Table(tuple(active), tuple(loom.layers), weights),
+    }
+
+
+def embeddings_of(setup: Setup[Config], state: State, clients: Sequence[ClientId]) -> Tensor:
+    """sigma of each of the clients."""
+    return state.embeddings[setup.rows(clients)]
 
 
 def learn(setup: Setup[Config], loom: AttentionLoom, state: State, active: list[ClientId], deltas: Params) -> State:
@@ -192,6 +224,12 @@ def warn_if_it_died(loom: AttentionLoom, cohort: Cohort, before: State, after: S
         )
 
 
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The global model alone, which is all that participants get too."""
+    nothing = state.last_weights[:0]
+    return state._replace(loom={}, embeddings=nothing, optimiser={}, last_weights=nothing, alive=state.alive[:0])
+
+
 CITATION = """@inproceedings{chen2025hypergenfl,
   title={{HyperGenFL}: Hypernetwork-Generated Model Aggregation in Federated Learning},
   author={Chen, Jerry and Lu, Qikai and Tian, Ruiqing and Niu, Di and Li, Baochun},
@@ -200,10 +238,14 @@ CITATION = """@inproceedings{chen2025hypergenfl,
 ALGORITHM = replace(
     fedavg.ALGORITHM,
     name="HyperGenFL",
+    family="loom",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
     round=round,
+    averaged=("params", "buffers"),
+    handover=Handover(for_newcomers, for_newcomers),
+    embeddings=embeddings_of,
     cohort=20,  # the advanced and the extreme setting of Table 1
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,36 +36,63 @@ from torch import Tensor
 from fedloom.algorithms import pfedhn
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Diagnostics, Home, Model, Program, Sent, Setup, deploy_mine
+from fedloom.core.contract import Ask, Batches, Cohort, Diagnostics, Handover, Home, Model, Program, Sent, Setup, Woven
+from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
-from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import Training, delta, report
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
-from fedloom.hypernets import encoder
-from fedloom.hypernets.outer import outer_steps, rows_now
-from fedloom.hypernets.per_tensor import PerTensorConfig
-from fedloom.hypernets.weaving import one_by_one, pull_back, weave
-from fedloom.models.spec import ModelSpec
-from fedloom.privacy.descriptor import described_privately
+from fedloom.looms.encoder import Encoder, describe_program, fit_program
+from fedloom.looms.outer import outer_steps, rows_now
+from fedloom.looms.weaving import one_by_one, pull_back, weave
 from fedloom.privacy.gaussian import analytic_sigma
+from fedloom.programs.local import local_training
+from fedloom.programs.statistics import settle_statistics
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(encoder.EncoderConfig, PerTensorConfig):
-    """IT-PFL-HN's options: those of the encoder, of pFedHN's loom, and when the one is frozen and the other tuned."""
+class Config(pfedhn.LoomConfig):
+    """IT-PFL-HN's options: those of pFedHN's loom, of the encoder, and when the one is tuned and the other frozen."""
 
+    preset: Literal["paper", "standardised"] = option(
+        "paper", "As written, or with a linear read-out, one encoder step a round and standardised descriptors (ours)."
+    )
     finetune_after: int = option(80, "Rounds until the encoder is frozen and the loom fine-tuned (ours).", low=0)
     server_lr: float = option(3e-3, "Outer learning rate (ours: pFedHN's 0.01 is too high for a cohort).", low=0)
-    # what pFedHN's functions also read
-    descriptor: ClassVar[str] = "trainable"
-    spectral_norm: ClassVar[bool] = False
+    encoder_lr: float = option(0.0, "Rate of the encoder; 0: --local-lr, or 0.3 if standardised (ours).", low=0)
+    encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
+    descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
+    descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.private:
             analytic_sigma(self.descriptor_epsilon, self.descriptor_delta)  # refuses what no noise can do
+
+    @property
+    def standardised(self) -> bool:
+        """Whether the preset is ours."""
+        return self.preset == "standardised"
+
+    @property
+    def private(self) -> bool:
+        """Whether descriptors have a known sensitivity, and newcomers add noise."""
+        return self.descriptor_epsilon > 0
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The encoder is made for private descriptors, or for others."""
+        return ("private descriptors",) if self.private else ()
+
+    def encoder_optimiser(self) -> Optimiser:
+        """The local optimiser with the encoder's rate."""
+        return replace(self.local_optimiser(), lr=self.encoder_lr or (0.3 if self.standardised else self.local_lr))
+
+    def encoder_batches(self) -> Batches:
+        """The training data that one ask trains the encoder on."""
+        steps = self.encoder_steps or int(self.standardised)
+        return Batches("train", self.batch_size, steps=steps) if steps else self.batches()
 
 
 class State(NamedTuple):
@@ -84,13 +111,13 @@ class State(NamedTuple):
 
 def init(setup: Setup[Any]) -> State:
     """pFedHN's start, and an encoder as its layers initialise themselves."""
-    first = pfedhn.start(setup, pfedhn.loom_of(setup))
+    first = pfedhn.init(setup)
     centre = torch.zeros_like(first.embeddings[0])
     return State(
         loom=first.loom,
         embeddings=first.embeddings,
         optimiser=first.optimiser,
-        encoder=encoder_of(setup).init(seed_of(setup.seed, "encoder")),
+        encoder=encoder_of(setup).init(seed_of(setup.seed, "encoder"), setup.device, setup.dtype),
         stage=torch.zeros((), dtype=torch.int64, device=setup.device),
         tuned=first.loom,
         tuning=setup.config.outer().init(first.loom),
@@ -99,22 +126,32 @@ def init(setup: Setup[Any]) -> State:
     )
 
 
-def encoder_of(setup: Setup[Any]) -> Model:
+def encoder_of(setup: Setup[Any]) -> Encoder:
     """One encoder for all clients, whatever their architectures: its layers follow from the samples' shape."""
-    shape = cast(ModelSpec, setup.models[setup.clients[0]].spec).input_shape
-    dim = pfedhn.loom_of(setup).embed_dim
-    return encoder.encoder_model(shape, dim, setup.config.standardised, setup.config.private, setup.device, setup.dtype)
+    shape = setup.models[setup.clients[0]].input_shape
+    return Encoder(shape, pfedhn.loom_of(setup).embed_dim, setup.config.standardised)
+
+
+def embeddings_of(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Tensor:
+    """v_i of each of the clients."""
+    return rows_now(setup, state.embeddings, state.optimiser, clients)
+
+
+def send(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """App. B: participants have the loom from before the fine-tuning."""
+    own = embeddings_of(setup, state, clients)
+    return Sent({}, weave(setup, pfedhn.loom_of(setup), state.loom, own, clients))
 
 
 def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
     """A round of pFedHN, and beside it one of FedAvg for the encoder; later, a round of fine-tuning."""
     if cohort.round > setup.config.finetune_after:
         return finetune(setup, state, cohort, ask)
-    loom, own = pfedhn.loom_of(setup), rows_now(setup, state.embeddings, state.optimiser, cohort.clients)
-    replies = ask(pfedhn.program(setup.config), {}, weave(setup, loom, state.loom, own, cohort.clients))
+    loom, own = pfedhn.loom_of(setup), embeddings_of(setup, state, cohort.clients)
+    replies = ask(setup.config.train(), {}, weave(setup, loom, state.loom, own, cohort.clients))
     phi, table, memory = outer_steps(setup, loom, state.loom, state.embeddings, state.optimiser, replies, learned=True)
     # the embedding that the encoder is to give is the one that the woven model came from
-    fit = encoder.fit_program(encoder_of(setup), setup.config.encoder_batches())
+    fit = fit_program(setup.config.encoder_batches())
     fits = ask(fit, {"encoder": state.encoder}, PerClient([(cohort.clients, {"embedding": own})]))
     ((_, fitted),) = fits.groups
     gamma = tree_map(lambda value, change: value + change.mean(0), state.encoder, fitted["delta"])
@@ -150,33 +187,20 @@ def encode(
     setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask, *, private: bool = False
 ) -> tuple[tuple[ClientId, ...], Tensor]:
     """The clients that answered, and their descriptors as they enter the loom."""
-    replies = ask(describe_program(setup, private), {"encoder": state.encoder}, PerClient.empty(clients))
+    describe = describe_program(setup.config.batch_size, private)
+    replies = ask(describe, {"encoder": state.encoder}, PerClient.empty(clients))
     ((members, reply),) = replies.groups
     return members, (reply["descriptor"] - state.centre) / state.scale
 
 
-def describe_program(setup: Setup[Any], private: bool) -> Program:
-    """How a client describes its data; ``private`` with noise."""
-    plain = encoder.describe_program(encoder_of(setup), setup.config.batch_size)
-    return described_privately(plain) if private else plain
-
-
 def tune_program(config: Any) -> Program:
     """What a client of pFedHN runs, but nothing is remembered: its statistics belong to the loom from before."""
-    train = pfedhn.program(config)
-    return replace(train, name="it_pfl_hn.finetune", final=tune_final)
+    return replace(local_training(config), name="it_pfl_hn.finetune", final=tune_final)
 
 
 def tune_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
     """Reply with the change."""
     return {"delta": delta(carry), **report(home, carry)}, memory
-
-
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """App. B: participants have the loom from before the fine-tuning."""
-    loom = pfedhn.loom_of(setup)
-    own = rows_now(setup, state.embeddings, state.optimiser, clients)
-    return Sent({}, weave(setup, loom, state.loom, own, clients))
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
@@ -188,7 +212,31 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
         )
     clients, inputs = encode(setup, state, newcomers.clients, ask, private=setup.config.private)
     sent = Sent({}, weave(setup, pfedhn.loom_of(setup), state.tuned, inputs, clients))
-    return settle_statistics(setup, deploy_mine, sent, ask)
+    return Woven.of(settle_statistics(setup, sent, ask), clients, inputs)
+
+
+def for_participants(setup: Setup[Any], state: State) -> State:
+    """The loom from before the fine-tuning, and the embeddings."""
+    own = rows_now(setup, state.embeddings, state.optimiser, setup.clients)
+    return state._replace(embeddings=own, optimiser={}, encoder={}, tuned={}, tuning={})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The encoder and the fine-tuned loom."""
+    return state._replace(loom={}, embeddings=state.embeddings[:0], optimiser={}, tuning={})
+
+
+def vector(config: Config) -> Literal["descriptor"]:
+    """What a newcomer's model is woven from: its descriptor, standardised."""
+    return "descriptor"
+
+
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A participant trains and describes itself to the server that it trains with; a newcomer may ask for noise."""
+    if newcomer:
+        return [describe_program(config.batch_size, config.private)]
+    fit, describe = fit_program(config.encoder_batches()), describe_program(config.batch_size, private=False)
+    return [config.train(), fit, describe, tune_program(config)]
 
 
 CITATION = """@article{amosy2021itpfl,
@@ -199,14 +247,18 @@ CITATION = """@article{amosy2021itpfl,
 ALGORITHM = replace(
     pfedhn.ALGORITHM,
     name="IT-PFL-HN",
+    family="loom",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
-    personalise=personalise,
+    programs=programs,
     admit=admit,
     admit_labels=False,
+    handover=Handover(for_participants, for_newcomers, pfedhn.sized, "tuned", vector, pfedhn.loom_of),
+    embeddings=embeddings_of,
     newcomers_at="last",  # fine-tuning changes nothing for participants, whose validation data choose the best
     cohort=9,  # sec. 6.1: a tenth of 90 training clients
 )

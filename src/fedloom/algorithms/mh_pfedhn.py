@@ -26,30 +26,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Program, Sent, Setup
-from fedloom.core.training import Training, begin, like_report, remember, report
+from fedloom.core.contract import (
+    Algorithm,
+    Ask,
+    Batch,
+    Cohort,
+    Diagnostics,
+    Handover,
+    Home,
+    Model,
+    Program,
+    Sent,
+    Setup,
+    Woven,
+)
+from fedloom.core.sparse import change_in, largest, like_largest
+from fedloom.core.training import LocalConfig, Training, begin, like_report, remember, report
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 from fedloom.core.vectors import to_vector
-from fedloom.hypernets.layers import first_layers, keep_layers, not_woven, shaped, train_unfrozen
-from fedloom.hypernets.multi_head import MultiHeadConfig, Place, adam_states, adam_step, pull_back, weave
-from fedloom.hypernets.newcomers import find_pieces
-from fedloom.hypernets.places import first_pieces, places_of
-from fedloom.hypernets.sparse import change_in, largest, like_largest
-from fedloom.hypernets.weaving import one_by_one, turns
+from fedloom.looms.multi_head import MultiHeadLoom, Pieces, Place, adam_states, adam_step, pull_back, weave
+from fedloom.looms.places import GLOBAL, first_pieces, places_of
+from fedloom.looms.weaving import one_by_one, turns
+from fedloom.models.layers import check_told, first_layers, keep_layers, not_woven, shaped, train_unfrozen
 from fedloom.privacy.laplace import with_laplace_noise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MultiHeadConfig):
+class Config(LocalConfig):
     """MH-pFedHN's options."""
 
+    chunk: int = option(3072, "Parameters woven from one embedding vector, N (sec. 4.1; F.4: 1024 to 5120).", low=1)
+    embed_dim: int = option(64, "Size of an embedding vector (sec. 4.1; F.2 tries 16 to 256).", low=1)
+    hidden: int = option(128, "Width of the loom's trunk (the authors' code).", low=1)
+    layers: int = option(3, "Layers of the loom's trunk (F.3 tries 1 to 5).", low=1)
+    heads: Literal["by_count", "by_model", "per_client", "single", "none"] = option(
+        "by_count",
+        "Who shares a head: clients with as many vectors (the paper), with the same architecture too (D.8), or nobody; "
+        "single: one layer for all positions of all clients; none: the trunk alone (Table 3).",
+    )
+    extra_vectors: int = option(0, "Embedding vectors more than a model needs; their chunks are cut off (D.7).", low=0)
+    server_lr: float = option(2e-4, "Outer learning rate of Adam, alpha (sec. 4.1).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (the authors' code).", low=0)
+    server_step: Literal["per_client", "in_turn", "cohort_mean"] = option(
+        "per_client",
+        "All of a cohort are woven at once and each reply is a step; or one client after another, each woven after the "
+        "step before (the authors' code; the same for a cohort of one); or one step on the mean.",
+    )
     preset: Literal["text", "code"] = option(
         "text", "Where local training is not given: as the paper's text has it, or the authors' code."
     )
@@ -73,6 +102,17 @@ class Config(MultiHeadConfig):
 
     PRESETS: ClassVar = {"code": {"local_epochs": 1, "local_lr": 5e-3, "weight_decay": 5e-4}}
 
+    def loom(self) -> MultiHeadLoom:
+        """The loom that the options describe."""
+        return MultiHeadLoom(self.chunk, self.embed_dim, self.hidden, self.layers, self.heads == "none")
+
+    def place(self, vectors: str, model: Model, size: int) -> Place:
+        """tau = ceil(K / N) vectors, and the head for that number."""
+        heads, tau = self.heads, self.loom().chunks(size) + self.extra_vectors
+        special = {"by_model": f"head.{tau}.{model.spec}", "per_client": f"head.{vectors}", "single": "head.all"}
+        head = "" if heads == "none" else special.get(heads, f"head.{tau}")
+        return Place(vectors, head, tau, 1 if heads == "single" else tau, size)
+
 
 class State(NamedTuple):
     """The loom with every client's vectors, in pieces, and Adam's state for each piece."""
@@ -85,6 +125,21 @@ def init(setup: Setup[Any], *others: Place) -> State:
     """Vectors from N(0, 0.002^2), for the models of ``others`` too; a loom as ``nn.Linear`` initialises it."""
     pieces = first_pieces(setup, [*places_of(setup, setup.clients).values(), *others])
     return State(pieces, adam_states(pieces))
+
+
+def send(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """Each client's woven parameters."""
+    return Sent({}, weave(setup.config.loom(), state.pieces, places_of(setup, clients)))
+
+
+def embeddings_of(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Tensor:
+    """The mean of each client's vectors: models of other sizes come from other numbers of them."""
+    return means(state.pieces, places_of(setup, clients))
+
+
+def means(pieces: Mapping[str, Params], places: Mapping[ClientId, Place]) -> Tensor:
+    """(clients, embed_dim)"""
+    return torch.stack([pieces[place.vectors]["v"].mean(0) for place in places.values()])
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
@@ -109,7 +164,6 @@ def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Prog
     return state, torch.cat(losses).mean()
 
 
-@cache  # programs that are equal share a recorded graph
 def program(config: Config) -> Program:
     """What a client of MH-pFedHN runs."""
     expected = partial(expects, config.top_share)
@@ -131,7 +185,7 @@ class Carry(NamedTuple):
 def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
     """Give the vector its shapes, and put the client's own layers in."""
     woven = shaped(home.model, home.config.keep_local, mine["vector"])
-    training = begin(home, {**woven, **not_woven(memory.get("kept", {}), woven)}, memory)
+    training = begin(home, {**woven, **not_woven(memory.get("own", {}), woven)}, memory)
     return Carry(training._replace(start=woven), memory.get("moves", {}))
 
 
@@ -149,20 +203,48 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     return {**largest(change, config.top_share), **report(home, training)}, after
 
 
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """Each client's woven parameters."""
-    return Sent({}, weave(setup.config.loom(), state.pieces, places_of(setup, clients)))
-
-
 def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     """The woven parameters in their shapes, and the client's own layers."""
-    params = {**memory.get("kept", {}), **shaped(home.model, home.config.keep_local, mine["vector"])}
+    params = {**memory.get("own", {}), **shaped(home.model, home.config.keep_local, mine["vector"])}
     return {"params": {name: params[name] for name in home.model.shapes}, "buffers": memory["buffers"]}
 
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """Sec. 4.4: a newcomer gets vectors of its own, the loom frozen; a number of vectors that is new, also a head."""
-    return find_pieces(setup, state.pieces, places_of(setup, newcomers.clients), program(setup.config), ask)
+    loom, config, places = setup.config.loom(), setup.config, places_of(setup, newcomers.clients)
+    check_told(config.keep_local, [setup.models[client] for client in places])  # a newcomer's network can be new
+    grown: Pieces = loom.grow(state.pieces, places.values(), setup.seed, setup.device, setup.dtype)
+    fresh = {piece: params for piece, params in grown.items() if piece not in state.pieces}
+    memory: Mapping[str, Tree] = adam_states(fresh)
+    # newcomers whose head is known have nothing in common that moves
+    sharing: dict[str, list[ClientId]] = {}
+    for client, own in places.items():
+        sharing.setdefault(own.head if own.head in fresh else own.vectors, []).append(client)
+    for _ in range(config.admit_rounds):
+        replies = ask(program(config), {}, weave(loom, grown, places))
+        for members in sharing.values():
+            answers = PerClient.of({client: replies[client] for client in members if client in replies})
+            if answers:
+                grads = pull_back(loom, grown, places, answers, change_in, fresh.__contains__)
+                grown, memory = adam_step(grown, memory, grads, config.admit_lr, config.server_clip)
+    return Woven.of(Sent({}, weave(loom, grown, places)), list(places), means(grown, places))
+
+
+def for_participants(setup: Setup[Any], state: State) -> State:
+    """The pieces without the optimiser's state."""
+    return State(state.pieces, {})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The trunk and the heads, but neither vectors nor heads that are one client's own."""
+    owned = {place.vectors for place in places_of(setup, setup.clients).values()} | {f"vectors.{GLOBAL}"}
+    owned |= {f"head.{vectors}" for vectors in owned}
+    return State({name: piece for name, piece in state.pieces.items() if name not in owned}, {})
+
+
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A client trains what was woven for it."""
+    return [program(config)]
 
 
 CITATION = """@misc{mhpfedhn,
@@ -172,15 +254,20 @@ CITATION = """@misc{mhpfedhn,
 
 ALGORITHM = Algorithm(
     name="MH-pFedHN",
+    family="loom",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
-    personalise=personalise,
+    averaged=("pieces",),
     first_memory=first_layers,
     client_deploy=client_deploy,
+    programs=programs,
     admit=admit,
+    handover=Handover(for_participants, for_newcomers, loom="pieces"),
+    embeddings=embeddings_of,
     cohort=1,  # Algorithm 1 in the authors' code: one client after another, a step each
     told="size",
 )

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -37,14 +36,14 @@ from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Needs, Program, Setup
 from fedloom.core.errors import NeedsError
+from fedloom.core.sparse import change_in
 from fedloom.core.training import Training, begin, delta, like_report, report, train_step
 from fedloom.core.trees import PerClient, Tree
 from fedloom.core.vectors import from_vector, to_vector
-from fedloom.hypernets.distillation import distilled, guest_of, statistics_of, teacher_in
-from fedloom.hypernets.multi_head import adam_step, pull_back, weave
-from fedloom.hypernets.places import GLOBAL, deploying, global_network, global_place
-from fedloom.hypernets.sparse import change_in
+from fedloom.looms.multi_head import adam_step, pull_back, weave
+from fedloom.looms.places import GLOBAL, deploying, global_network, global_place, named_network
 from fedloom.privacy.laplace import with_laplace_noise
+from fedloom.programs.distillation import distilled, guest_of, statistics_of, teacher_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,9 @@ class Config(mh_pfedhn.Config):
     temperature: float = option(
         15.0, "Temperature of the distillation, T (CIFAR-100: 15, Tiny-ImageNet: 24, EMNIST: 10).", above=0
     )
-    global_model: str = option("", "The global model's network (D.6), e.g. mh_lenet; empty: the smallest client's.")
+    global_model: str = option(
+        "", "The global model's network (D.6), e.g. mh_lenet; empty: the smallest client's.", code=True
+    )
     global_share: float = option(1.0, "Share of the clients that deploy the global model (D.13).", low=0, high=1)
 
 
@@ -112,7 +113,6 @@ def learn_global(setup: Setup[Any], state: State, replies: PerClient) -> State:
     return State(*adam_step(*state, grads, setup.config.server_lr, setup.config.server_clip))
 
 
-@cache
 def global_program(config: Config, network: Model) -> Program:
     """ClientUpdate1: training of the global model."""
     return Program(
@@ -145,7 +145,6 @@ def global_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tup
     return {"delta": change, **report(home, carry)}, after
 
 
-@cache
 def program(config: Config, network: Model) -> Program:
     """ClientUpdate2: training of the personal model, with the global one as its teacher."""
     plain = mh_pfedhn.program(config)
@@ -180,12 +179,22 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     return reply, {name: branch for name, branch in after.items() if name != "teacher"}
 
 
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A participant trains both models, a newcomer its own. The global network is the one that the config names."""
+    if newcomer:
+        return mh_pfedhn.programs(config, model, newcomer)
+    network = named_network(config, model)
+    return [global_program(config, network), program(config, network)] if network else []
+
+
 ALGORITHM = replace(
     mh_pfedhn.ALGORITHM,
     name="MH-pFedHNGD",
+    family="loom",
     config=Config,
     init=init,
     round=round,
+    programs=programs,
     global_model=global_model,
     cohort=500,  # everybody, in the paper's federations of 10 to 500 clients
     needs=Needs(class_labels=True),

@@ -11,7 +11,7 @@ frozen (sec. 5.3).
 Symbols: phi: ``loom``, v_i: a row of ``embeddings``, theta_i: ``woven``, K: ``local_steps``, alpha: ``server_lr``.
 
 Sent down: the client's own woven parameters.
-Sent up: the change of the parameters, the number of samples, the training loss; its class shares, once, with
+Sent up: the change of the parameters, the number of samples, the training loss; its label shares, once, with
     ``descriptor=class_shares``.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
@@ -23,8 +23,8 @@ reply making its own step, and can diverge. Other decisions: docs/methods/pfedhn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,27 +32,91 @@ from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Handover, Model, Program, Sent, Setup, Woven
+from fedloom.core.errors import ConfigError
+from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
-from fedloom.core.shares import ask_class_shares
-from fedloom.core.training import Training, begin, delta, like_report, remember, report, train_step
-from fedloom.core.trees import ClientId, PerClient, Tree
-from fedloom.hypernets.newcomers import embed
-from fedloom.hypernets.outer import begin_outer, outer_steps, rows_now
-from fedloom.hypernets.per_tensor import PerTensorConfig, PerTensorLoom, Shapes
-from fedloom.hypernets.weaving import weave
+from fedloom.core.training import LocalConfig
+from fedloom.core.trees import ClientId, Tree
+from fedloom.looms.outer import begin_outer, outer_steps, rows_as_in, rows_now
+from fedloom.looms.per_tensor import PerTensorLoom, Shapes
+from fedloom.looms.weaving import pull_back, weave
+from fedloom.programs.labels import ask_label_shares, label_shares
+from fedloom.programs.local import local_training
+
+MAX_DEFAULT_DIM = 10_000
+"""The paper has at most 500 clients; its rule for the size of an embedding is not meant for millions."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PerTensorConfig):
+class LoomSize(LocalConfig):
+    """How large pFedHN's loom is."""
+
+    embed_dim: int = option(0, "Size of an embedding; 0: 1 + clients // 4 (pFedHN, sec. 5).", low=0)
+    hidden: int = option(100, "Width of the loom's trunk (pFedHN, App. B).", low=1)
+    layers: int = option(3, "Hidden layers of the loom (pFedHN, App. B; C.3.3 tries 1 to 5).", low=1)
+
+    def dim(self, clients: int) -> int:
+        """The size of an embedding: as given, or by the paper's rule."""
+        size = self.embed_dim or 1 + clients // 4
+        if size > MAX_DEFAULT_DIM and not self.embed_dim:
+            raise ConfigError(
+                f"The paper's embeddings of {size:,} numbers are too large for {clients:,} clients. "
+                "Give --embed-dim, e.g. 32."
+            )
+        return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoomConfig(LoomSize):
+    """The options of pFedHN's loom, which IT-PFL-HN has too: its size, and how the server steps."""
+
+    spectral_norm: bool = option(False, "Divide the loom's weights by their largest singular value (App. C.4).")
+    server_lr: float = option(1e-2, "Outer learning rate, alpha (pFedHN's code).", low=0)
+    server_momentum: float = option(0.9, "Outer momentum (pFedHN's code).", low=0, high=1)
+    server_weight_decay: float = option(1e-3, "Outer weight decay, embeddings included (pFedHN's code).", low=0)
+    server_clip: float = option(50.0, "Largest norm of an outer gradient; 0: no clipping (pFedHN's code).", low=0)
+    server_step: Literal["per_client", "cohort_mean"] = option(
+        "per_client", "One outer step per reply (the paper), or one on the mean, which wants a higher rate."
+    )
+
+    @property
+    def learned(self) -> bool:
+        """Whether embeddings are trained; else they are the clients' label shares."""
+        return True
+
+    @property
+    def weaves_head(self) -> bool:
+        """Whether the loom weaves a client's head; else the client keeps one of its own."""
+        return True
+
+    def woven(self, model: Model) -> Shapes:
+        """The tensors of a model that the loom weaves."""
+        return {name: shape for name, shape in model.shapes.items() if self.weaves_head or name not in model.head}
+
+    def train(self) -> Program:
+        """What a client runs."""
+        return local_training(self)
+
+    def outer(self) -> Optimiser:
+        """The optimiser of loom and embeddings."""
+        return Optimiser("sgd", self.server_lr, self.server_momentum, self.server_weight_decay, self.server_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LoomConfig):
     """pFedHN's options."""
 
     descriptor: Literal["trainable", "class_shares"] = option(
         "trainable", "Embeddings are learned, or fixed to each client's class shares (App. C.6)."
     )
-    spectral_norm: bool = option(False, "Divide the loom's weights by their largest singular value (App. C.4).")
     admit_rounds: int = option(50, "Outer steps on a newcomer's embedding.", low=1)
     admit_lr: float = option(0.1, "Rate of the steps on a newcomer's embedding.", low=0)
+
+    @property
+    def learned(self) -> bool:
+        """Whether embeddings are trained; else they are the clients' label shares."""
+        return self.descriptor == "trainable"
 
 
 class State(NamedTuple):
@@ -60,118 +124,121 @@ class State(NamedTuple):
 
     loom: Mapping[str, Tensor]
     embeddings: Tensor  # (clients, embed_dim), read by ``embeddings_of``
-    described: Tensor  # (clients,) bool: whose class shares are known; all True where embeddings are learned
+    described: Tensor  # (clients,) bool: whose label shares are known; all True where embeddings are learned
     optimiser: Tree
 
 
-def init(setup: Setup[Config]) -> State:
-    """Embeddings from N(0, 1); a loom as ``nn.Linear`` initialises it."""
-    return start(setup, loom_of(setup))
-
-
-def whole(model: Model) -> Shapes:
-    """pFedHN weaves every parameter."""
-    return model.shapes
-
-
-def loom_of(setup: Setup[Any], part: Callable[[Model], Shapes] = whole) -> PerTensorLoom:
-    """The loom for a roster; ``part`` says which tensors of a model it weaves."""
+def loom_of(setup: Setup[Any]) -> PerTensorLoom:
+    """The loom for a roster."""
     config = setup.config
-    targets = {str(spec): part(model) for spec, model in setup.architectures.items()}
-    described = config.descriptor == "class_shares"
-    dim = setup.models[setup.clients[0]].num_outputs if described else config.dim(len(setup.clients))
-    return PerTensorLoom(dim, targets, config.hidden, config.layers, config.spectral_norm)
+    targets = {str(spec): config.woven(model) for spec, model in setup.architectures.items()}
+    dim = config.dim(len(setup.clients)) if config.learned else setup.models[setup.clients[0]].num_outputs
+    loom = PerTensorLoom(dim, targets, config.hidden, config.layers, config.spectral_norm)
+    return setup.elsewhere(loom) if setup.elsewhere else loom
 
 
-def start(setup: Setup[Any], loom: PerTensorLoom) -> State:
-    """The state before round 1."""
+def init(setup: Setup[Any]) -> State:
+    """Embeddings from N(0, 1), or equal shares until a client has told its own; a loom as ``nn.Linear`` initialises."""
+    loom, learned = loom_of(setup), setup.config.learned
     phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype)
     drawn = stream(setup.seed, "embeddings").standard_normal((len(setup.clients), loom.embed_dim))
     table = torch.as_tensor(drawn).to(setup.device, setup.dtype)
-    told = setup.config.descriptor == "trainable"
-    if not told:
-        table = torch.full_like(table, 1 / loom.embed_dim)  # until a client has told its shares
-    described = torch.full((len(table),), told, device=setup.device)
-    return State(phi, table, described, begin_outer(setup.config.outer(), phi, table, learned=told))
+    table = table if learned else torch.full_like(table, 1 / loom.embed_dim)
+    described = torch.full((len(table),), learned, device=setup.device)
+    return State(phi, table, described, begin_outer(setup.config.outer(), phi, table, learned=learned))
 
 
-def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
-    """Algorithm 1 for each client of the cohort."""
-    loom = loom_of(setup)
+def send(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """theta_i = h(v_i; phi)."""
+    return Sent({}, weave(setup, loom_of(setup), state.loom, embeddings_of(setup, state, clients), clients))
+
+
+def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
+    """Algorithm 1 for each client of the cohort: send, train, step on phi and v along the pulled-back change."""
     state = describe(setup, state, cohort.clients, ask)
-    woven = weave(setup, loom, state.loom, embeddings_of(setup, state, cohort.clients), cohort.clients)
-    replies = ask(program(setup.config), {}, woven)
-    return learn(setup, loom, state, replies), {"local_loss": mean_loss(replies)}
-
-
-def learn(setup: Setup[Any], loom: PerTensorLoom, state: State, replies: PerClient) -> State:
-    """Step on phi and v along the replies' pseudo-gradients, pulled back through the loom."""
-    learned = setup.config.descriptor == "trainable"
+    replies = ask(setup.config.train(), *send(setup, state, cohort.clients))
     phi, table, memory = outer_steps(
-        setup, loom, state.loom, state.embeddings, state.optimiser, replies, learned=learned
+        setup, loom_of(setup), state.loom, state.embeddings, state.optimiser, replies, learned=setup.config.learned
     )
-    return State(phi, table, state.described, memory)
+    return State(phi, table, state.described, memory), {"local_loss": mean_loss(replies)}
 
 
-def embeddings_of(setup: Setup[Any], state: Any, clients: Sequence[ClientId]) -> Tensor:
+def embeddings_of(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Tensor:
     """v_i of each of the clients."""
-    if setup.config.descriptor == "class_shares":
-        fixed: Tensor = state.embeddings[setup.rows(clients)]
-        return fixed
-    return rows_now(setup, state.embeddings, state.optimiser, clients)
+    if setup.config.learned:
+        return rows_now(setup, state.embeddings, state.optimiser, clients)
+    return state.embeddings[setup.rows(clients)]
 
 
 def describe(setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask) -> State:
-    """Ask for the class shares of clients that have not told them yet (App. C.6)."""
-    if setup.config.descriptor == "trainable":
-        return state
-    known = state.described[setup.rows(clients)].tolist()
-    missing = [client for client, told in zip(clients, known) if not told]
+    """App. C.6: ask for the label shares of clients that have not told them yet."""
+    known = state.described[setup.rows(clients)].tolist() if not setup.config.learned else [True] * len(clients)
+    missing = [client for client, told in zip(clients, known, strict=True) if not told]
     if not missing:
         return state
     table, described = state.embeddings.clone(), state.described.clone()
-    for members, reply in ask_class_shares(setup, missing, ask).groups:
+    for members, reply in ask_label_shares(setup, missing, ask).groups:
         rows = setup.rows(members)
         table[rows], described[rows] = reply["shares"], True
     return state._replace(embeddings=table, described=described)
 
 
-def program(config: Config) -> Program:
-    """What a client of pFedHN runs."""
-    return Program("pfedhn.train", client_init, client_step, client_final, config.batches(), expects)
-
-
-def expects(shared: Tree, mine: Tree) -> Tree:
-    """A change for every woven tensor."""
-    return {"delta": mine["params"], **like_report()}
-
-
-def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Training:
-    """Start from the woven parameters."""
-    return begin(home, mine["params"], memory)
-
-
-def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
-    """One step on the client's own loss."""
-    return train_step(home, carry, batch)
-
-
-def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tuple[Tree, Tree]:
-    """Reply with the change."""
-    return {"delta": delta(carry), **report(home, carry)}, remember(home, carry, memory)
-
-
-def personalise(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
-    """Each client's woven model."""
-    return Sent({}, weave(setup, loom_of(setup), state.loom, embeddings_of(setup, state, clients), clients))
-
-
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
-    """Sec. 5.3: freeze the loom and find an embedding for each newcomer."""
-    first = embeddings_of(setup, state, setup.clients).mean(0)
-    keeps = any(setup.models[client].fresh_buffers() for client in newcomers.clients)
-    train = program(setup.config)
-    return embed(setup, loom_of(setup), state.loom, first, newcomers.clients, train, ask, keeps=keeps)
+    """Sec. 5.3: freeze the loom and step on an embedding for each newcomer; or take its label shares (App. C.6)."""
+    loom, phi, config, clients = loom_of(setup), state.loom, setup.config, newcomers.clients
+    table = start(setup, state).repeat(len(clients), 1)
+    if not config.learned:
+        row = {client: i for i, client in enumerate(clients)}
+        for members, reply in ask_label_shares(setup, clients, ask).groups:
+            table[[row[m] for m in members]] = reply["shares"]
+    # where embeddings are given, rounds are for what newcomers keep of them: a head, running statistics
+    keeps = not config.weaves_head or any(setup.models[client].fresh_buffers() for client in clients)
+    outer = Optimiser("sgd", config.admit_lr, config.server_momentum)
+    memory = outer.init({"v": table})
+    for _ in range(config.admit_rounds if keeps or config.learned else 0):
+        replies = ask(config.train(), {}, weave(setup, loom, phi, table, clients))
+        if config.learned:
+            _, grad = pull_back(setup, loom, phi, table, clients, replies, through_loom=False)
+            # every newcomer steps on its own change, not on a mean
+            after, memory = outer.update({"v": table}, {"v": grad * len(replies)}, memory)
+            table = after["v"]
+    return Woven.of(Sent({}, weave(setup, loom, phi, table, clients)), clients, table)
+
+
+def start(setup: Setup[Any], state: State) -> Tensor:
+    """Where newcomers' embeddings begin: at the mean of the participants', which is all of them that is handed on."""
+    return (embeddings_of(setup, state, setup.clients) if state.optimiser else state.embeddings).mean(0)
+
+
+def for_participants(setup: Setup[Any], state: Any) -> Any:
+    """The state without the outer optimiser's: embeddings have taken the steps that they waited for."""
+    return state._replace(embeddings=embeddings_of(setup, state, setup.clients), optimiser={})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The loom, and the mean of the embeddings in the place of all."""
+    mean = start(setup, state)[None]
+    return state._replace(embeddings=mean, described=torch.ones_like(mean[:, 0], dtype=torch.bool), optimiser={})
+
+
+def sized(setup: Setup[Any]) -> Any:
+    """The config with the embeddings' size."""
+    return replace(setup.config, embed_dim=loom_of(setup).embed_dim) if setup.config.learned else setup.config
+
+
+def vector(config: Config) -> Literal["embedding", "class shares"]:
+    """What a model is woven from."""
+    return "embedding" if config.learned else "class shares"
+
+
+def steps(config: Config) -> int:
+    """A newcomer's embedding is found by steps; its label shares are what they are."""
+    return config.admit_rounds if config.learned else 0
+
+
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A client trains what was woven for it; if embeddings are label shares, it also tells those."""
+    return [config.train(), *([] if config.learned else [label_shares()])]
 
 
 CITATION = """@inproceedings{shamsian2021pfedhn,
@@ -181,12 +248,18 @@ CITATION = """@inproceedings{shamsian2021pfedhn,
 
 ALGORITHM = Algorithm(
     name="pFedHN",
+    family="loom",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
-    personalise=personalise,
+    averaged=("loom",),
+    programs=programs,
     admit=admit,
+    embeddings=embeddings_of,
+    restored=rows_as_in,
+    handover=Handover(for_participants, for_newcomers, sized, "loom", vector, loom_of, steps),
     cohort=1,  # Algorithm 1: one client a step
 )

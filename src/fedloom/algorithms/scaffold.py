@@ -20,7 +20,7 @@ does not use: option II divides by K eta_l, the length of the way under plain SG
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,15 +28,25 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import fedavg
-from fedloom.core import contract
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import (
+    Ask,
+    Batch,
+    Cohort,
+    Diagnostics,
+    Handover,
+    Home,
+    Model,
+    Program,
+    Seeds,
+    Sent,
+    Setup,
+)
 from fedloom.core.errors import ConfigError
-from fedloom.core.random import seed_of
-from fedloom.core.statistics import settle_statistics
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
-from fedloom.core.trees import Params, PerClient, Tree, tree_map
+from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
+from fedloom.programs.statistics import settle_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +75,13 @@ class State(NamedTuple):
 
 def init(setup: Setup[Config]) -> State:
     """The model as its module initialises it; a control variate of zeros."""
-    params = setup.models[setup.clients[0]].init(seed_of(setup.seed, "global model"))
+    params = setup.models[setup.clients[0]].init(setup.common_seed)
     return State(params, tree_map(torch.zeros_like, params))
+
+
+def send(setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:
+    """For use, the global model alone; in training the control variate goes with it."""
+    return Sent({"params": state.params}, PerClient.empty(clients))
 
 
 def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple[State, Diagnostics]:
@@ -79,9 +94,9 @@ def round(setup: Setup[Config], state: State, cohort: Cohort, ask: Ask) -> tuple
     return State(params, control), {"local_loss": mean_loss(replies)}
 
 
-def first_memory(model: Model, config: Any, seed: int) -> Tree:
+def first_memory(model: Model, config: Any, seeds: Seeds) -> Tree:
     """A control variate of zeros."""
-    return {"control": tree_map(torch.zeros_like, model.init(seed))}
+    return {"control": tree_map(torch.zeros_like, model.init(seeds.own))}
 
 
 def program(config: Config) -> Program:
@@ -126,7 +141,17 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
 
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets the global model and settles its running statistics."""
-    return settle_statistics(setup, contract.deploy_shared, contract.send_to_all(setup, state, newcomers.clients), ask)
+    return settle_statistics(setup, send(setup, state, newcomers.clients), ask)
+
+
+def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
+    """A participant trains; a newcomer only settles its running statistics."""
+    return [] if newcomer else [program(config)]
+
+
+def for_use(setup: Setup[Any], state: State) -> State:
+    """The global model alone."""
+    return State(state.params, {})
 
 
 CITATION = """@inproceedings{karimireddy2020scaffold,
@@ -138,13 +163,16 @@ CITATION = """@inproceedings{karimireddy2020scaffold,
 ALGORITHM = replace(
     fedavg.ALGORITHM,
     name="SCAFFOLD",
+    family="global",
     citation=CITATION,
     config=Config,
     state=State,
     init=init,
+    send=send,
     round=round,
+    averaged=("params",),
     first_memory=first_memory,
-    personalise=contract.send_to_all,
-    client_deploy=contract.deploy_shared,
+    programs=programs,
     admit=admit,
+    handover=Handover(for_use, for_use),
 )

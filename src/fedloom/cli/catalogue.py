@@ -23,19 +23,33 @@ DataRoot = Annotated[
 ]
 
 
-def methods() -> None:
-    """List the methods: what they are, what they need, whether they can serve newcomers.
+def methods(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="List those in whose line all of these words stand.")
+    ] = None,
+) -> None:
+    """List the methods by family: what they are, what they need, what newcomers get. Words narrow the list.
 
-    Example: fedloom methods
+    Example: fedloom methods loom
+    Example: fedloom methods personal "without labels"
     """
     from fedloom import algorithms
+    from fedloom.core.errors import ConfigError
 
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in algorithms.names():
-        method = algorithms.get(name)
+        try:
+            method = algorithms.get(name)
+        except ConfigError as error:  # a file that somebody works on
+            rows.append(("", name, "", f"({error})", "", ""))
+            continue
         about = first_line(name).removeprefix(f"{method.name}: ")
-        rows.append((name, method.name, about, _needs(method), _newcomers(method)))
-    table(["name", "method", "what it is", "needs", "newcomers"], rows)
+        rows.append((method.family, name, method.name, about, _needs(method), _newcomers(method)))
+    wanted = [word.lower() for word in words or ()]
+    found = sorted(row for row in rows if all(word in " ".join(row).lower() for word in wanted))
+    if not found:
+        raise ConfigError(f"No method's line has all of {', '.join(map(repr, wanted))}; leave some out.")
+    table(["family", "name", "method", "what it is", "needs", "newcomers"], found)
 
 
 def datasets(data_root: DataRoot = None) -> None:
@@ -68,12 +82,18 @@ def models() -> None:
 
 
 def _needs(method: Algorithm) -> str:
-    return ", ".join(name.replace("_", " ") for name, wanted in asdict(method.needs).items() if wanted)
+    """Needs that are there; those that have kinds with their kind."""
+    wanted = {name: value for name, value in asdict(method.needs).items() if value and value != "none"}
+    return ", ".join(
+        (f"{value} " if isinstance(value, str) else "") + n.replace("_", " ") for n, value in wanted.items()
+    )
 
 
 def _newcomers(method: Algorithm) -> str:
     if method.admit is None:
         return "no"
+    if callable(method.admit_labels):
+        return "with or without labels"
     return "with labels" if method.admit_labels else "without labels"
 
 

@@ -15,7 +15,7 @@ from fedloom.runs.options import RunOptions
 
 SPLIT_OPTIONS = (
     *("dataset", "data_root", "partition", "clients", "unseen", "unseen_partition"),
-    *("val_share", "test_share", "seed"),
+    *("val_share", "test_share", "server_data", "seed"),
 )
 
 
@@ -78,7 +78,7 @@ def show(
     """
     from fedloom.core.config import build
     from fedloom.data import load
-    from fedloom.runs.simulation import split
+    from fedloom.training.simulation import split
 
     options = build(RunOptions, given(values))
     arrays = load(options.dataset, options.data_root)

@@ -12,10 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 import fedloom
-from fedloom.cli import catalogue, data, deploy, new, run, runs
-from fedloom.cli.output import USER_ERROR, friendly, tell
-from fedloom.core.errors import FedloomError
+from fedloom import algorithms
+from fedloom.cli import catalogue, data, deploy, look, new, run, runs, serving
+from fedloom.cli.output import INTERRUPTED, USER_ERROR, friendly, sentence_of, tell
+from fedloom.core.interrupts import ignore, take_as_one
 
+METHODS = "--methods"
 EPILOG = "Start with: fedloom run pfedhn --dataset digits --clients 10 --rounds 20"
 
 
@@ -28,15 +30,35 @@ class RunFirst(TyperGroup):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with its exit code."""
-    # `--model nets:Net` means nets.py here; an entry point has its own folder there instead
-    sys.path.insert(0, str(Path.cwd()))
+    # `--model nets:Net` means nets.py here. Last, so that a file here never stands in for one of the packages that
+    # fedloom itself imports: the folder may be somebody else's, with a run to look at.
+    sys.path.append(str(Path.cwd()))
+    take_as_one()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        words = run.with_method(given)
-    except FedloomError as error:  # before typer is there to turn typer.Exit into an exit code
-        tell(error)
+        words = run.with_method(_after_folders(given))
+        commands = application(words)
+    except Exception as error:  # before typer is there to turn typer.Exit into an exit code
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        tell(sentence)
         sys.exit(USER_ERROR)
-    application(words)(args=words, prog_name="fedloom")
+    except KeyboardInterrupt:
+        ignore()
+        sys.exit(INTERRUPTED)
+    commands(args=words, prog_name="fedloom")
+
+
+def _after_folders(words: list[str]) -> list[str]:
+    """The command line without the ``--methods DIR`` in front, which must be known before there are commands."""
+    while words and words[0].partition("=")[0] == METHODS:
+        _, equals, folder = words[0].partition("=")
+        if not equals and len(words) == 1:
+            break  # typer says what is missing
+        algorithms.add_folder(folder if equals else words[1])
+        words = words[1:] if equals else words[2:]
+    return words
 
 
 def _version(wanted: bool) -> None:
@@ -59,6 +81,8 @@ def application(words: Sequence[str]) -> typer.Typer:
     app.add_typer(run.application(words), name="run")
     commands: tuple[Callable[..., None], ...] = (
         *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
+        *(serving.bundle, serving.serve, serving.token, serving.join),
+        *(look.report, look.watch),
         *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
     )
     for command in commands:
@@ -72,5 +96,9 @@ def _top(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
+    methods: Annotated[
+        Path | None,
+        typer.Option(METHODS, metavar="DIR", help="A folder with methods of your own; may be repeated, comes first."),
+    ] = None,
 ) -> None:
-    """The options of `fedloom` itself."""
+    """The options of `fedloom` itself; the folder is taken by ``main``."""

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import typer
 
 from fedloom.core.errors import FedloomError
+from fedloom.core.interrupts import ignore
+from fedloom.core.memory import is_full, why_full
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,11 +30,31 @@ def friendly(command: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return command(*args, **kwargs)
-        except FedloomError as error:
-            tell(error)
+        except Exception as error:
+            sentence = sentence_of(error)
+            if sentence is None:
+                raise
+            tell(sentence)
             raise typer.Exit(USER_ERROR) from None
+        except KeyboardInterrupt:
+            ignore()
+            raise
 
     return call
+
+
+def sentence_of(error: Exception) -> str | None:
+    """What to tell of an error that is the input's or this machine's fault; None for any other."""
+    if isinstance(error, FedloomError):
+        return str(error)
+    if is_full(error):
+        return (
+            f"This machine has too little memory ({why_full(error)}); take a smaller network, dataset or batch, or a "
+            "machine with more."
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"Cannot use {error.filename}: {error.strerror or error}; give another, or see to its permissions."
+    return None
 
 
 def tell(message: object) -> None:
@@ -46,6 +68,7 @@ def stoppable(path: Path, how: str = "") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        ignore()
         from fedloom.runs.directory import CONFIG
 
         if (path / CONFIG).is_file():

@@ -28,22 +28,25 @@ def finished(run: Run, progress: str) -> None:
         _result(run.summary)
 
 
-def comparison(paths: Sequence[Path], progress: str) -> None:
-    """Print the comparison of runs, as a table or as JSON."""
-    from fedloom.reports.compare import compare
+def comparison(paths: Sequence[Path], progress: str, baseline: str | None = None) -> None:
+    """Print the comparison of runs, as a table or as JSON, and what it tells apart."""
+    from fedloom.reports.several import several
 
-    found = compare(paths)
+    runs = several(paths, baseline)
+    found = runs.comparison
     for sentence in found.left_out:
         tell(sentence)
     if found.unlike:
         tell(found.unlike)
     if progress == JSON:
-        json_line({"comparison": [_plain(row) for row in found.rows]})
+        json_line({"comparison": [_plain(row) for row in found.rows], "verdicts": runs.verdicts()})
     elif progress == AUTO:
         metrics = dict.fromkeys(row.metric for row in found.rows)
         numbers = ("best test", "last test", "worst 10%", "unseen", "seconds", "MB sent")
         rows = [(*_who(row), *_numbers(row)) for row in found.rows]
         table(["method", "options", "seeds", *numbers], rows, title=f"test {' or '.join(metrics)}")
+        for sentence in runs.verdicts():
+            typer.echo(sentence)
 
 
 def _who(row: Row) -> tuple[object, ...]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,7 +18,10 @@ from fedloom.cli.options import flags, given, with_flags
 from fedloom.cli.output import friendly, stoppable
 from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
 from fedloom.core.config import by_preset, instead
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError
+from fedloom.core.trust import check as check_trust
+from fedloom.core.trust import outside
+from fedloom.runs.files import read_file
 from fedloom.runs.options import RunOptions
 
 HELP = """Train a method. `fedloom run METHOD --help` shows its flags.
@@ -34,8 +38,7 @@ def with_method(words: Sequence[str]) -> list[str]:
         return list(words)
     rest = list(words[1:])
     if rest and not rest[0].startswith("-"):
-        if rest[0] not in algorithms.names():
-            raise unknown("method", rest[0], algorithms.names())
+        algorithms.place(rest[0])
         _check_whose(rest[0], rest[1:])
         return list(words)
     file = _config_file(rest)
@@ -47,20 +50,19 @@ def with_method(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"{file} is the recipe of a table; run it with `python benchmarks/recipes.py {file}`.")
     if method is None:
         raise ConfigError(f"{file} names no method; write `fedloom run METHOD --config {file}`.")
-    if method not in algorithms.names():
-        raise unknown(f"method in {file}", str(method), algorithms.names())
+    algorithms.place(str(method), f"method in {file}")
     return ["run", str(method), *rest]
 
 
 def _check_whose(method: str, words: Sequence[str]) -> None:
     """Refuse an option that only other methods have: a parser would take it for a slip of the pen."""
-    known = _options_of(method)
+    known = {*inspect.signature(_command(method)).parameters, "help"}
     for word in words:
         flag = word.partition("=")[0]
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         if not word.startswith("--") or name in known:
             continue
-        others = [other for other in algorithms.names() if name in _options_of(other)]
+        others = [other for other in algorithms.names() if name in _own_options(other)]  # this imports them all
         if others:
             raise ConfigError(
                 f"{flag} is an option of {', '.join(others)}, not of {method}. "
@@ -68,8 +70,11 @@ def _check_whose(method: str, words: Sequence[str]) -> None:
             )
 
 
-def _options_of(method: str) -> set[str]:
-    return {field.name for kind in (algorithms.get(method).config, RunOptions) for field in fields(kind)}
+def _own_options(method: str) -> set[str]:
+    try:
+        return {field.name for field in fields(algorithms.get(method).config)}
+    except ConfigError:  # a file that somebody works on
+        return set()
 
 
 def application(words: Sequence[str]) -> typer.Typer:
@@ -85,13 +90,17 @@ def application(words: Sequence[str]) -> typer.Typer:
 
 
 def first_line(method: str) -> str:
-    """What a method is in one line, read from its file without importing it."""
-    found = importlib.util.find_spec(f"{algorithms.__name__}.{method}")
-    assert found and found.origin
+    """What a method is in one line, read from its file without importing it; of a package's, once it is imported."""
+    module, where = algorithms.place(method)
+    if isinstance(where, str):
+        text = sys.modules[module].__doc__ if module in sys.modules else f"(a method of {where})"
+        return (text or "").partition("\n")[0]
     try:
-        text = ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8")))
+        text = ast.get_docstring(ast.parse(where.read_bytes()))
     except SyntaxError as error:  # a file that somebody works on must not take the other commands with it
         return f"(line {error.lineno} of its file is not Python)"
+    except ValueError:
+        return "(its file is not Python)"
     return (text or "").partition("\n")[0]
 
 
@@ -100,7 +109,7 @@ def read(file: Path | str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).read_bytes())
+        content = yaml.safe_load(read_file(Path(file)))
     except OSError as error:
         raise ConfigError(f"Cannot read --config {file}: {error.strerror or error}; give a YAML file.") from error
     except (ValueError, yaml.YAMLError) as error:
@@ -142,20 +151,25 @@ def _command(method: str) -> Callable[..., None]:
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")] = False,
+        trust: Annotated[
+            bool, typer.Option("--trust", help="Let the --config FILE name code outside of fedloom, and run it.")
+        ] = False,
         **values: Any,
     ) -> None:
-        options = _options(method, config, given(values))
+        options = _options(method, config, given(values), trust)
         train(method, options, out, seeds, JSON if json else QUIET if quiet else AUTO)
 
     return friendly(with_flags(command, [*own, *shared]))
 
 
-def _options(method: str, config: Path | None, from_flags: dict[str, Any]) -> dict[str, Any]:
+def _options(method: str, config: Path | None, from_flags: dict[str, Any], trust: bool) -> dict[str, Any]:
     from_file = read(config) if config else {}
     other = from_file.pop("method", method)
     if other != method:
         raise ConfigError(f"{config} is for the method {other!r}, not {method!r}; write `fedloom run {other}`.")
     kind = algorithms.get(method).config
+    kept = {name: value for name, value in from_file.items() if name not in from_flags}
+    check_trust(str(config), kept, RunOptions, kind, trust=trust)
     if from_flags.get("preset", from_file.get("preset")) != from_file.get("preset"):
         # the config of a run has every value of the preset that it was trained with
         from_file = {n: value for n, value in from_file.items() if n.replace("-", "_") not in by_preset(kind)}
@@ -165,30 +179,17 @@ def _options(method: str, config: Path | None, from_flags: dict[str, Any]) -> di
 def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | None, progress: str) -> None:
     """Train with one seed or several, and print what came of it."""
     from fedloom import api
+    from fedloom.training.config import parse_options
 
-    shared, own = api.parse_options(method, options)
+    shared, own = parse_options(method, options)
     resolved = {**asdict(shared), **asdict(own)}
     done = []
     for seed in range(shared.seed, shared.seed + (seeds or 1)):
         resolved["seed"] = seed
         # chosen here and not by api.run, so that Ctrl-C can say where the run is
         path = out / f"seed-{seed}" if out and seeds else out or api.new_path(method, resolved)
-        with stoppable(path):
-            if shared.engine == "flower-sim":
-                done.append(_on_ray(method, resolved, path, progress))
-            else:
-                done.append(api.run(method, out=path, progress=progress, **resolved))
+        with stoppable(path, " --trust" * bool(outside(resolved, RunOptions, type(own)))):
+            done.append(api.run(method, out=path, progress=progress, **resolved))
         finished(done[-1], progress)
     if seeds:
         comparison([run.path for run in done], progress)
-
-
-def _on_ray(method: str, options: dict[str, Any], out: Path, progress: str) -> Any:
-    from fedloom import api
-    from fedloom.cli.deploy import need_flower
-    from fedloom.progress import display
-
-    need_flower()
-    from fedloom.deploy.ray import run_on_ray
-
-    return api.load(run_on_ray(method, *api.parse_options(method, options), out, display(progress)).path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,11 +25,14 @@ def schedule(rows: np.ndarray, batches: Batches | None, rng: np.random.Generator
     plan = Schedule([], [])
     if batches is None or len(rows) == 0:
         return plan
-    passes = batches.epochs or -(-batches.steps * batches.size // len(rows))
+    cuts = list(range(0, len(rows), batches.size))
+    if len(cuts) > 1 and len(rows) - cuts[-1] < batches.least:
+        cuts.pop()
+    passes = batches.epochs or -(-batches.steps // len(cuts))
     for epoch in range(passes):
         order = rng.permutation(rows) if batches.shuffle else rows
-        for start in range(0, len(order), batches.size):
-            plan.rows.append(order[start : start + batches.size])
+        for start, stop in pairwise([*cuts, len(rows)]):
+            plan.rows.append(order[start:stop])
             plan.epochs.append(epoch)
             if len(plan.rows) == batches.steps and not batches.epochs:
                 return plan

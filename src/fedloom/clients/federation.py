@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -41,6 +42,11 @@ class Federation:
     y: Tensor  # (samples,) or (samples, targets)
     task: Task
     roster: Mapping[ClientId, Client]
+
+    @cached_property
+    def position(self) -> dict[ClientId, int]:
+        """Where each client stands in the roster: the order of all sums."""
+        return {client: row for row, client in enumerate(self.roster)}
 
     @property
     def participants(self) -> tuple[ClientId, ...]:

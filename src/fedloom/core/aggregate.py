@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedloom.core.trees import PerClient, tree_map
+from fedloom.core.trees import PerClient, Tree, tree_map
 
 
 def weighted_mean(replies: PerClient, branch: str, weight: str | None = "num_samples") -> Any:
@@ -21,6 +21,16 @@ def weighted_mean(replies: PerClient, branch: str, weight: str | None = "num_sam
         return torch.stack(parts).sum(0)
 
     return tree_map(one, *(tree[branch] for _, tree in replies.groups))
+
+
+def mean_buffers(replies: PerClient, before: Tree, weight: str | None = "num_samples") -> Any:
+    """The mean of the running statistics in ``replies``, of the types that they had ``before``."""
+    # counters are whole numbers: to the nearest one, as weights may add up to a little less than 1
+    return tree_map(
+        lambda new, old: (new if old.is_floating_point() else new.round()).to(old.dtype),
+        weighted_mean(replies, "buffers", weight),
+        before,
+    )
 
 
 def mean_loss(replies: PerClient) -> torch.Tensor:

@@ -22,12 +22,15 @@ def option(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
+    code: bool = False,
 ) -> Any:
     """A field of a config: its default, what it means and where the default comes from, and its range.
 
-    ``low`` and ``high`` are allowed themselves; a value must be greater than ``above``.
+    ``low`` and ``high`` are allowed themselves; a value must be greater than ``above``. ``code`` is for names of
+    networks and the like, which can be import paths: files may not name any without the user's trust (``core.trust``).
     """
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "above": above, "high": high})
+    about = {"help": help, "low": low, "above": above, "high": high, "code": code}
+    return dataclasses.field(default=default, metadata=about)
 
 
 def flag(name: str) -> str:
@@ -68,19 +71,24 @@ def fields(config_type: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def build(config_type: type[C], values: Mapping[str, Any], also_known: Iterable[str] = ()) -> C:
-    """A config from flags or a YAML file: text is converted to the field's type, unknown keys are refused.
-
-    A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over. A type
-    can have ``INSTEAD``: by name of an option, what others are if it is given and they are not.
-    """
+    """A config from flags or a YAML file: text is converted to the field's type, unknown keys are refused."""
     kinds = {field.name: kind for field, kind in fields(config_type)}
-    presets, chosen = getattr(config_type, "PRESETS", {}), values.get("preset")
-    preset = presets.get(chosen, {}) if isinstance(chosen, str) else {}
-    values = {**preset, **instead(config_type, values), **values}
+    values = with_implied(config_type, values)
     for name in values:
         if name not in kinds:
             raise unknown("option", name, [*kinds, *also_known])
     return config_type(**{name: convert(value, kinds[name], flag(name)) for name, value in values.items()})
+
+
+def with_implied(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, and those of other options that follow from them.
+
+    A type with a field ``preset`` can have ``PRESETS``, values by name of preset, which those given win over. A type
+    can have ``INSTEAD``: by name of an option, what others are if it is given and they are not.
+    """
+    presets, chosen = getattr(config_type, "PRESETS", {}), values.get("preset")
+    preset = presets.get(chosen, {}) if isinstance(chosen, str) else {}
+    return {**preset, **instead(config_type, values), **values}
 
 
 def by_preset(config_type: type) -> set[str]:

@@ -10,6 +10,7 @@ line prints it alone and exits with code 2; from Python it is an ordinary except
     ├── NeedsError      a method that cannot serve what is asked of it
     ├── RunError        a run directory or checkpoint that cannot be used
     └── RoundError      no client of a round gave a usable reply
+        └── DivergedError   its numbers, or those that it began from, were not finite
 """
 
 import difflib
@@ -38,6 +39,10 @@ class RunError(FedloomError, RuntimeError):
 
 class RoundError(FedloomError, RuntimeError):
     """No client of a round gave a usable reply."""
+
+
+class DivergedError(RoundError):
+    """A round whose numbers were not finite: the state that it began from may be the cause."""
 
 
 def unknown(what: str, got: str, choices: Iterable[str]) -> ConfigError:

@@ -46,26 +46,10 @@ class Optimiser:
     def update(self, params: Params, grads: Params, state: Tree) -> tuple[Params, Tree]:
         """One step; the inputs are left as they are."""
         if self.clip:
-            scale = (self.clip / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
-            grads = tree_map(lambda g: g * scale, grads)
+            grads = clipped(grads, self.clip)
         if self.weight_decay and self.name != "adamw":
             grads = tree_map(lambda g, p: torch.add(g, p, alpha=self.weight_decay), grads, params)
         return self._sgd(params, grads, state) if self.name == "sgd" else self._adam(params, grads, state)
-
-    def update_in_place(self, params: Params, grads: Params, state: Tree) -> tuple[Params, Tree]:
-        """``update`` of SGD by few kernels, for a GPU: ``params`` and ``state`` are overwritten, and returned."""
-        if self.name != "sgd":
-            raise NotImplementedError(f"only sgd has steps in place, not {self.name}")
-        changes = [grads[name].contiguous() for name in params]
-        if self.clip:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(changes)))
-            changes = list(torch._foreach_mul(changes, (self.clip / (norm + 1e-6)).clamp(max=1.0)))
-        torch._fused_sgd_(
-            list(params.values()), changes, [state["momentum"][name] for name in params] if self.momentum else [],
-            lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, dampening=0.0, nesterov=False,
-            maximize=False, is_first_step=False,
-        )  # fmt: skip
-        return params, state
 
     def coast(self, values: Tensor, momentum: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a table and of its momentum after ``steps`` (rows,) steps of SGD without a gradient.
@@ -111,6 +95,13 @@ class Optimiser:
         decay = 1 - self.lr * self.weight_decay if self.name == "adamw" else 1.0
         params = tree_map(lambda p, m, s: decay * p - rate * m / (s.sqrt() / root + self.eps), params, mean, square)
         return params, {"mean": mean, "square": square, "count": count}
+
+
+def clipped(grads: Params, largest: float) -> dict[str, Tensor]:
+    """The gradients, scaled down to a norm of at most ``largest``, over all tensors together."""
+    scale = (largest / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
+    scaled: dict[str, Tensor] = tree_map(lambda g: g * scale, grads)
+    return scaled
 
 
 def _power(base: complex, exponent: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 """Local training, which most client programs share: its options, its carry and its step.
 
 A program that trains the usual way is three lines: ``begin``, ``train_step`` and a reply made from ``delta``. What a
-method adds goes in as a penalty on the loss (FedProx) or a correction of the gradients (SCAFFOLD).
+method adds goes in as a penalty on the loss, a correction of the gradients (SCAFFOLD, FedProx) or an objective of its
+own in place of the task's loss (MOON).
 """
 
 from __future__ import annotations
@@ -46,10 +47,25 @@ class LocalConfig:
         if not (self.local_steps or self.local_epochs):
             raise ConfigError("--local-steps and --local-epochs are both 0; give one of them at least 1.")
 
+    @property
+    def form(self) -> tuple[str, ...]:
+        """What of these options a trained model is made for: they must not change afterwards, nor differ by client."""
+        return ()
+
+    @property
+    def before(self) -> int:
+        """Steps, or passes where passes are counted, that come before those of local training, for something else."""
+        return 0
+
     def batches(self) -> Batches:
         """The training data that one ask goes through."""
-        steps = 0 if self.local_epochs else self.local_steps
-        return Batches("train", self.batch_size, steps=steps, epochs=self.local_epochs)
+        steps = 0 if self.local_epochs else self.before + self.local_steps
+        epochs = self.before + self.local_epochs if self.local_epochs else 0
+        return Batches("train", self.batch_size, steps=steps, epochs=epochs)
+
+    def is_before(self, batch: Batch) -> Tensor:
+        """Whether a batch comes before those of local training: () bool."""
+        return (batch.epoch if self.local_epochs else batch.step) < self.before
 
     def local_optimiser(self) -> Optimiser:
         """The optimiser that these options name."""
@@ -69,26 +85,50 @@ class Training(NamedTuple):
 
 Penalty = Callable[[Params], Tensor]
 Correction = Callable[[Params], Params]
+Objective = Callable[[Params, Tree], tuple[Tensor, tuple[Tensor, Tree]]]
+"""(params, buffers) -> what is minimised, and beside it the loss for the records and the new buffers."""
 
 
-def begin(home: Home, params: Params, memory: Tree) -> Training:
-    """Training starts from ``params``, with the client's buffers and, if it is kept, its optimiser state."""
-    state = memory.get("optimiser") or home.config.local_optimiser().init(params)
+def begin(home: Home, params: Params, memory: Tree, optimiser: Optimiser | None = None) -> Training:
+    """Training starts from ``params``, with the client's buffers and, if it is kept, its optimiser state.
+
+    ``optimiser`` takes the place of the one that the options of local training name, here and in ``train_step``.
+    """
+    state = memory.get("optimiser") or (optimiser or home.config.local_optimiser()).init(params)
     zero = torch.zeros_like(home.num_samples)
     return Training(params, params, memory["buffers"], state, zero, zero)
 
 
 def gradient(
-    home: Home, params: Params, buffers: Tree, batch: Batch, penalty: Penalty | None = None
+    home: Home,
+    params: Params,
+    buffers: Tree,
+    batch: Batch,
+    penalty: Penalty | None = None,
+    objective: Objective | None = None,
 ) -> tuple[Params, Tensor, Tree]:
-    """The gradient of the mean loss on a batch (plus a penalty), the loss without it, and the new buffers."""
+    """The gradient of the mean loss on a batch (plus a penalty), the loss without it, and the new buffers.
 
-    def objective(params: Params) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    ``objective`` takes the place of the mean loss, and says which loss is recorded.
+    """
+    minimised = objective or mean_loss_on(home, batch)
+
+    def penalised(params: Params) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        value, beside = minimised(params, buffers)
+        return value + penalty(params) if penalty else value, beside
+
+    return differentiate(penalised, params)
+
+
+def mean_loss_on(home: Home, batch: Batch) -> Objective:
+    """The task's loss of the client's own model, as an objective."""
+
+    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
         outputs, after = home.model.train(params, buffers, batch.x, batch.mask, batch.key)
         loss = batch.mean(home.task.loss(outputs, batch.y))
-        return loss + penalty(params) if penalty else loss, (loss, after)
+        return loss, (loss, after)
 
-    return _differentiate(objective, params)
+    return objective
 
 
 _RECOMPUTED = (
@@ -96,7 +136,7 @@ _RECOMPUTED = (
 )
 
 
-def _differentiate(
+def differentiate(
     objective: Callable[[Params], tuple[Tensor, tuple[Tensor, Tree]]], params: Params
 ) -> tuple[Params, Tensor, Tree]:
     """The gradient of an objective, with what it gives beside its value.
@@ -120,15 +160,24 @@ def train_step(
     *,
     penalty: Penalty | None = None,
     correction: Correction | None = None,
+    objective: Objective | None = None,
+    optimiser: Optimiser | None = None,
 ) -> Training:
-    """One step of the local optimiser."""
-    grads, loss, buffers = gradient(home, carry.params, carry.buffers, batch, penalty)
+    """One step of the local optimiser; what a method adds to it is as in ``gradient``."""
+    grads, loss, buffers = gradient(home, carry.params, carry.buffers, batch, penalty, objective)
     if correction:
         grads = correction(grads)
-    params, state = home.config.local_optimiser().update(carry.params, grads, carry.optimiser)
+    params, state = (optimiser or home.config.local_optimiser()).update(carry.params, grads, carry.optimiser)
     return carry._replace(
         params=params, buffers=buffers, optimiser=state, loss=carry.loss + loss, steps=carry.steps + 1
     )
+
+
+def pulled(params: Params, centre: Params, strength: float) -> Correction:
+    """A correction that adds the slope of (strength / 2) ||params - centre||^2: a penalty without a backward pass."""
+    return lambda grads: {
+        name: torch.add(grad, params[name] - centre[name], alpha=strength) for name, grad in grads.items()
+    }
 
 
 def delta(carry: Training) -> dict[str, Tensor]:

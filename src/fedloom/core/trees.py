@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.recording import to_device
+from fedloom.core.device import to_device
 
 Tree = Mapping[str, Any]
 Params = Mapping[str, Tensor]
@@ -87,6 +87,11 @@ def num_bytes(tree: Tree) -> int:
 def stack(trees: Sequence[Tree]) -> Any:
     """One tree with a leading dimension of clients."""
     return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
+
+
+def only(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the parameters that have these names."""
+    return {name: params[name] for name in names if name in params}
 
 
 def squared_norm(tree: Tree) -> Tensor:

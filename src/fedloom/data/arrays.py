@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dataset in memory: what every reader returns and every partition takes, checked once on the way in."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -35,6 +36,10 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.x)
 
+    def digest(self) -> str:
+        """A fingerprint of the samples, their order and their labels."""
+        return digest_of(self.x, self.y, *(() if self.split is None else (self.split,)), *self.groups.values())
+
     def __post_init__(self) -> None:
         what = f"Dataset {self.name!r}"
         if self.x.dtype != np.float32 or self.x.ndim < 2:
@@ -67,6 +72,15 @@ class Arrays:
                     f"{what} has the grouping {group!r} of type {members.dtype} and shape {members.shape}; "
                     f"expected one string for each of the {len(self)} samples."
                 )
+
+
+def digest_of(*parts: np.ndarray) -> str:
+    """A fingerprint of arrays, their types, shapes and order."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(f"{part.dtype}{part.shape}".encode())
+        found.update(np.ascontiguousarray(part).data.cast("B"))
+    return found.hexdigest()
 
 
 def _finite(values: np.ndarray) -> bool:

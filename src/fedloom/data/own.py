@@ -15,6 +15,7 @@ regression. Those that are all whole, with many samples of each, could be either
 of shape (samples, 1) cannot be taken for classes.
 """
 
+import math
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.lib import format
 from numpy.typing import ArrayLike
 
 from fedloom.core.errors import DataError, unknown
+from fedloom.core.memory import total
 from fedloom.data.arrays import RECODE, Arrays
 
 Task = Literal["classification", "regression"]
@@ -175,7 +178,10 @@ def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = (
     try:
         # np.load leaves a damaged file open if it is the one to open it
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+            _check_size(path, content)
             arrays = {key: content[key] for key in content.files}
+    except DataError:
+        raise
     except (
         OSError,
         ValueError,
@@ -199,6 +205,27 @@ def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = (
     if any(array.ndim == 0 for array in arrays.values()):
         raise DataError(f"{path} has an array without axes; expected one entry per sample in each.")
     return arrays
+
+
+def _check_size(path: Path, content: Any) -> None:
+    """Refuse arrays that are longer than what is there of them, or than memory, before any is read."""
+    size = 0
+    for member in content.zip.infolist():
+        with content.zip.open(member) as file:
+            header = {1: format.read_array_header_1_0, 2: format.read_array_header_2_0}
+            version = format.read_magic(file)[0]
+            if version not in header:
+                raise ValueError(f"{member.filename} is of an unknown version")
+            shape, _, dtype = header[version](file)
+            wanted = math.prod(shape) * dtype.itemsize
+            if not dtype.hasobject and wanted != member.file_size - file.tell():
+                raise ValueError(f"{member.filename} is cut off, or not as long as it says")
+        size += wanted
+    if size > total():
+        raise DataError(
+            f"{path} holds {size / 1e9:,.1f} GB, and this machine has {total() / 1e9:,.1f} GB of memory; give a part "
+            "of it, or numbers of a smaller type."
+        )
 
 
 def _check_same(first: Path, expected: dict[str, np.ndarray], file: Path, content: dict[str, np.ndarray]) -> None:

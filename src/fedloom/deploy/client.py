@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's half of a Flower app. Each message is answered by a process of its own, so imports are few.
 
-What a node may be told (``flower-supernode --node-config``): ``client`` (its name), ``folder`` (where its secret and
-memory lie), ``role`` (participant or newcomer), ``device``, whatever the user's two functions read, and any option of
-the method that this client wants otherwise, e.g. ``descriptor-epsilon``, but for those that are the federation's.
+A node runs the programs of its method, made from its own config, and refuses anything else by name
+(``programs.allowed``). What it decides for itself is in ``NodeOptions``; besides, ``flower-supernode --node-config``
+may hold whatever the user's two functions read, and any option of the method that this client wants otherwise, e.g.
+``descriptor-epsilon``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +26,31 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedloom import algorithms
-from fedloom.adaptation.calibration import Privacy
 from fedloom.clients.federation import SPLITS, Client, Federation
-from fedloom.core.config import build
-from fedloom.core.contract import predict_with_target
-from fedloom.core.trees import Tree
+from fedloom.core.config import build, with_implied
+from fedloom.core.contract import Home, Program, predict_with_target
+from fedloom.core.errors import ConfigError
+from fedloom.core.trees import Tree, leaves
 from fedloom.core.wire import encode
-from fedloom.deploy.options import Settings, read
+from fedloom.deploy import node
+from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
+from fedloom.deploy.options import NodeOptions, Settings, read
 from fedloom.deploy.store import Refusal, Store
-from fedloom.engines.engine import SPOILT, ClientFault
-from fedloom.engines.flower.codec import Malformed, facts_of, pack, program_of, tree_of
-from fedloom.engines.flower.node import Node
+from fedloom.engines.acceptance import SPOILT
+from fedloom.engines.job import ClientFault
+from fedloom.engines.machine import Machine
+from fedloom.engines.sequential import Sequential
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.programs.allowed import Evaluation, allowed
+from fedloom.programs.evaluation import EVALUATION
 from fedloom.runs.export import export
 from fedloom.runs.files import write_file
-from fedloom.runs.machine import device_of, set_precision, task_named
-from fedloom.runs.trainer import algorithm_of
+from fedloom.runs.options import RunOptions
+from fedloom.training.config import algorithm_of
+from fedloom.training.machine import device_of, task_named
 
-COMMON = {"preset", "local_steps", "local_epochs", "batch_size", "encoder_steps"}
-"""Options that a node cannot have otherwise: what they say comes with the server's message, ready made."""
+log = logging.getLogger(__name__)
 
 NodeConfig = Mapping[str, Any]
 LoadData = Callable[[NodeConfig], Mapping[str, tuple[Any, Any]] | tuple[Any, Any]]
@@ -100,34 +108,66 @@ def _told(error: Exception, kind: str) -> str:
 class Participant:
     """A client on its own machine."""
 
-    def __init__(self, settings: Settings, node: NodeConfig, load_data: LoadData, build_model: BuildModel) -> None:
-        self.settings, self.node = settings, node
-        options = settings.run
+    def __init__(self, settings: Settings, about: NodeConfig, load_data: LoadData, build_model: BuildModel) -> None:
+        self.settings, self.own = settings, own_options(about)
+        options = own_privacy(settings.run, self.own)
         if options.threads:
             torch.set_num_threads(options.threads)
-        set_precision(options.precision)
-        self.config = own_config(settings.config, node)
+        self.config = own_config(settings.config, about)
         self.plain, self.algorithm = algorithms.get(settings.method), algorithm_of(settings.method, options)
-        self.store = Store(Path(str(node.get("folder", Path.home() / ".fedloom" / "node"))))
-        self.name = str(node.get("client", "")) or self.store.name
+        self.store = Store(Path(self.own.folder or Path.home() / ".fedloom" / "node"))
+        self.name = self.own.client or self.store.name
         self.store.claim(self.name)
-        device, dtype = device_of(str(node.get("device", "auto"))), getattr(torch, options.dtype)
-        network = build_model(node)
+        device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
+        network = build_model(about)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
         spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs)
         narrow = torch.bfloat16 if options.precision == "bf16" else dtype
         self.model = Model(spec, device, dtype, training_dtype=narrow)
         self.task = task_named(options.task if options.task != "auto" else "classification")
-        self.federation = self._federation(load_data(node), device, dtype)
+        self.federation = self._federation(load_data(about), device, dtype)
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether it only wants a model."""
+        return self.own.role == "newcomer"
+
+    @cached_property
+    def programs(self) -> dict[str, Program]:
+        """All that this client may be asked, by name."""
+        evaluation = Evaluation(self.own.evaluation, self.own.evaluation_noise)
+        found = allowed(self.algorithm, self.config, self.model, self.newcomer, evaluation)
+        return {name: self._in_large_batches(program) for name, program in found.items()}
+
+    def _in_large_batches(self, program: Program) -> Program:
+        if program.batches is None:
+            return program
+        return replace(program, batches=replace(program.batches, least=self.own.min_batch))
+
+    def _is_enough(self, split: str) -> bool:
+        """Whether a split has so many samples that what is told of it is of none of them alone."""
+        return len(self.federation.roster[self.name].rows[split]) >= self.own.min_batch
 
     def hello(self, run: str) -> RecordDict:
-        """Who this is. Of the model no more than the method needs; of the data, which splits there are."""
+        """Who this is. Of the model no more than the method needs; of the data, in which splits it can be asked, and
+        how many training samples it has, by which a participant weighs."""
+        rows = self.federation.roster[self.name].rows
+        for program in self.programs.values():
+            if program.batches and program.batches.size < self.own.min_batch:
+                raise Refusal(
+                    f"computes on batches of at least {self.own.min_batch} samples (its own min-batch); "
+                    f"{program.name} has {program.batches.size}. Set a larger batch-size, or have it set min-batch."
+                )
         facts: dict[str, str | int] = {
             "client": self.name,
             "mark": self.store.mark(run),
-            "role": str(self.node.get("role", "participant")),
-            "splits": " ".join(split for split in SPLITS if len(self.federation.roster[self.name].rows[split])),
+            "role": self.own.role,
+            "splits": " ".join(split for split in SPLITS if len(rows[split]) and self._may_tell_of(split)),
         }
+        if not self.newcomer:
+            if not self._is_enough("train"):
+                raise Refusal(f"has {len(rows['train'])} training samples, fewer than its own min-batch.")
+            facts["samples"] = len(rows["train"])
         if self.algorithm.told == "size":
             return pack({**facts, "size": self.model.size})
         return pack({**facts, "model": json.dumps([self.model.spec.name, self.model.spec.options])})
@@ -135,41 +175,64 @@ class Participant:
     def answer(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:
         """Run a program; remember what it says to remember."""
         run, start, end = str(asked["run"]), int(asked["from_version"]), int(asked["to_version"])
-        privacy = Privacy(self.settings.run.adapt_clip, self.settings.run.adapt_noise)
-        program = program_of(asked["program"], self.plain, self.algorithm, privacy, self.model)
+        program = self._program(str(asked["program"]))
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
-        memory = self._memory(run, start)
-        reply, after = self._engine(str(asked["client"])).answer(
-            program, asked["stage"], int(asked["ask"]), shared, mine, memory
+        name = str(asked["client"])
+        reply, after = node.answer(
+            self._engine(name), name, program, asked["stage"], int(asked["ask"]), shared, mine, self._memory(run, start)
         )
+        self._check_enough(program, reply)
         if after is not None:
-            self.store.save(run, end, after, {start, int(asked["saved_version"])})
-        ticket = {name: asked[name] for name in ("run", "client", "stage", "ask")}
+            kept = {start, *map(int, str(asked["kept_versions"]).split())}
+            self.store.save(run, end, after, kept)
+        ticket = {part: asked[part] for part in ("run", "client", "stage", "ask")}
         return pack({**ticket, "remembers": after is not None}, reply=reply)
+
+    def _program(self, name: str) -> Program:
+        """The program of that name, from this client's own method file and config."""
+        if name not in self.programs:
+            role = "newcomer" if self.newcomer else "participant"
+            asked = "".join(letter for letter in name if letter.isprintable())[:100]
+            log.warning("Refused to run %r: it is not what a %s of %s does here", asked, role, self.algorithm.name)
+            raise Refusal(f"was asked for {asked!r}, which its own config does not allow a {role}.")
+        return self.programs[name]
+
+    def _may_tell_of(self, split: str) -> bool:
+        """Of training data the program decides: a newcomer's need not tell anything."""
+        return split == "train" or self.own.evaluation == "noised" or self._is_enough(split)
+
+    def _check_enough(self, program: Program, reply: Tree) -> None:
+        """Refuse to tell something of few samples, unless noise hides each of them."""
+        split = program.batches.split if program.batches else ""
+        noised = program.name.startswith(EVALUATION) and self.own.evaluation == "noised"
+        some = split and len(self.federation.roster[self.name].rows[split])
+        if some and not noised and not self._is_enough(split) and any(leaves(reply)):
+            raise Refusal(f"has fewer {split} samples than its own min-batch, {self.own.min_batch}.")
 
     def deploy(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:
         """Put the model that was sent together with the client's memory, and write it into the client's folder."""
         run, name = str(asked["run"]), str(asked["client"])
         shared, mine = (tree_of(content, part, self.federation.device) for part in ("shared", "mine"))
         engine = self._engine(name)
-        memory = self._memory(run, int(asked["from_version"]))
-        if memory is not None:
-            engine.memory[name] = memory
-        home = engine.home(name, engine.num_samples([name])[0], torch.zeros((), dtype=torch.int64))
-        deployed = self.algorithm.client_deploy(home, shared, mine, engine.recall(name))
+        memory = self._memory(run, int(asked["from_version"])) or engine.first_memory(engine.federation, name)
+        samples = torch.tensor(float(len(self.federation.roster[self.name].rows["train"])), dtype=self.model.dtype)
+        home = Home(self.model, self.task, self.config, samples, torch.zeros((), dtype=torch.int64))
+        deployed = self.algorithm.client_deploy(home, shared, mine, memory)
         folder = self.store.of_run(run) / "model"
         if self.plain.predict is predict_with_target:
-            export(folder, name, deployed, self.model.spec, self.algorithm.name)
+            module = self.algorithm.module(home, deployed)
+            export(folder, name, module, self.model.spec, self.algorithm.name)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / "deployed.safetensors", encode(deployed))
         return pack({"run": run, "client": name})
 
-    def _engine(self, name: str) -> Node:
+    def _engine(self, name: str) -> Sequential:
         """``name`` is who the server takes this client for: with keys, who its key belongs to."""
         roster = {name: replace(self.federation.roster[self.name], id=name)}
         federation = replace(self.federation, roster=roster)
-        return Node(federation, self.algorithm, self.config, self.settings.run.seed, name)
+        machine = Machine(precision=self.settings.run.precision)
+        return Sequential(federation, self.algorithm, self.config, self.settings.run.seed, machine)
 
     def _memory(self, run: str, version: int) -> Tree | None:
         found = self.store.load(run, version)
@@ -212,22 +275,41 @@ class Participant:
         return x, y
 
 
+def own_options(node: NodeConfig) -> NodeOptions:
+    """What the node decides for itself."""
+    names = {field.name for field in fields(NodeOptions)}
+    given = {name.replace("-", "_"): value for name, value in node.items()}
+    try:
+        return build(NodeOptions, {name: value for name, value in given.items() if name in names})
+    except ConfigError as error:
+        raise Refusal(f"has a config of its own that cannot be: {error}") from error
+
+
+def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
+    """The run's options with the clipping and noise that this node wants; it refuses what cannot be had."""
+    wanted = {name: getattr(own, name) for name in ("adapt_clip", "adapt_noise")}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if given and options.adapt == "none":
+        return options  # nothing is told that they would protect
+    try:
+        return replace(options, **given)
+    except ConfigError as error:
+        raise Refusal(f"wants privacy of its own that cannot be had: {error}") from error
+
+
 def own_config(config: Any, node: NodeConfig) -> Any:
     """The method's config with the options that this node was given."""
     names = {field.name for field in fields(config)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}
-    if own.keys() & COMMON:
-        raise Refusal(
-            f"was given {', '.join(sorted(own.keys() & COMMON)).replace('_', '-')}, which is the same for the whole "
-            "federation. Set it in the app's table."
-        )
+    own = with_implied(type(config), own)
     made = build(type(config), own)
     changed = replace(config, **{name: getattr(made, name) for name in own})
-    if getattr(changed, "private", None) != getattr(config, "private", None):
+    if changed.form != config.form:
+        wanted, usual = (" and ".join(one.form) or "none" for one in (changed, config))
         raise Refusal(
-            f"is to use other privacy than the federation ({', '.join(own)}): the encoder is made for one of the two. "
-            "Set it for all, then a node can set it lower."
+            f"wants a model for {wanted} where the federation's is for {usual} ({', '.join(own)}). Set it for all; "
+            "then a node can vary it."
         )
     return changed
 

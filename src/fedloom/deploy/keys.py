@@ -30,9 +30,9 @@ from cryptography.x509.oid import NameOID
 
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.core.trees import ClientId
+from fedloom.deploy.options import check_name
 from fedloom.deploy.store import write_private
-from fedloom.engines.flower.lobby import NAME
-from fedloom.runs.files import write_file
+from fedloom.runs.files import file_name, read_file, write_file
 
 DAYS = 365
 
@@ -43,11 +43,7 @@ def make_keys(folder: Path, clients: Sequence[ClientId], hosts: Sequence[str]) -
     Where they are there already, only the keys of clients that have none are made; all others stay.
     """
     for client in clients:
-        if not NAME.fullmatch(client):
-            raise ConfigError(
-                f"A client cannot be called {client!r}; a name has 1 to 64 letters, digits, dots, dashes and "
-                "underscores, and no dot first."
-            )
+        check_name(client)
     if folder.exists() and any(folder.iterdir()):
         _check_link(folder, hosts)
     else:
@@ -86,7 +82,7 @@ def _make_authority(folder: Path, hosts: Sequence[str]) -> None:
 
 def add_node(folder: Path, client: ClientId) -> None:
     """A key pair for a node that has none; its private half may have been carried away."""
-    private, listed = folder / "nodes" / client, folder / "clients" / f"{client}.pub"
+    private, listed = folder / "nodes" / file_name(client), folder / "clients" / f"{file_name(client)}.pub"
     if listed.exists():
         return
     if not private.exists():
@@ -104,7 +100,7 @@ def clients_by_key(folder: Path) -> dict[bytes, ClientId]:
     found: dict[bytes, ClientId] = {}
     for file in files:
         try:
-            key = load_ssh_public_key(file.read_bytes())
+            key = load_ssh_public_key(read_file(file))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} is no public key in the form of OpenSSH; make it anew.") from error
         found[key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)] = file.stem

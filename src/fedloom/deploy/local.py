@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from fedloom import algorithms
@@ -18,13 +17,14 @@ from fedloom.core.config import build
 from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
+from fedloom.deploy.store import write_private
 from fedloom.deploy.trial import Trial, deal, network
-from fedloom.progress import WAITS, Display
+from fedloom.progress import WAITS, Display, Headline
 from fedloom.runs.directory import CONFIG, RunDirectory
-from fedloom.runs.files import to_json, write_file
+from fedloom.runs.files import file_name, read_file, to_json, write_file
 from fedloom.runs.lock import locked
-from fedloom.runs.machine import task_named
-from fedloom.runs.trainer import algorithm_of
+from fedloom.training.config import algorithm_of
+from fedloom.training.machine import task_named
 
 LINK = "loopback"
 """The link's name in Flower's config."""
@@ -52,7 +52,7 @@ def app_in(folder: Path) -> App:
     """The app in a folder."""
     file = folder / "pyproject.toml"
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_file(file).decode())
         config, trial = table["tool"]["flwr"]["app"]["config"], table["tool"].get("fedloom", {})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is not that of a fedloom app; make one with `fedloom deploy init`.") from error
@@ -86,6 +86,7 @@ class Federation:
         if not self._registered:  # a link of an earlier trial would take its nodes for running
             for left in self._database.parent.glob(f"{self._database.name}*"):
                 left.unlink()
+            write_private(self._database, b"")
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *way]
         command += ["--database", str(self._database)]
         self.processes.start("link", [*command, "--disable-runtime-dependency-installation"])
@@ -96,13 +97,13 @@ class Federation:
 
     def start_node(self, client: str, config: Mapping[str, Any]) -> None:
         """A node, with its own folder."""
-        folder = self.app.local / "nodes" / client
+        folder = self.app.local / "nodes" / file_name(client)
         told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
         way = ["--insecure"]
         if self.keys:
             way = ["--root-certificates", f"{self.keys}/ca.pem"]
-            way += ["--auth-supernode-private-key", f"{self.keys}/nodes/{client}"]
+            way += ["--auth-supernode-private-key", str(self.keys / "nodes" / file_name(client))]
         command = ["flower-supernode", *way, "--superlink", f"127.0.0.1:{self.entry}", "--host", "127.0.0.1"]
         self.processes.start(f"node-{client}", [*command, "--port", str(free_port()), "--node-config", words])
 
@@ -131,7 +132,7 @@ class Roster(NamedTuple):
         """As the trial was begun."""
         file = cls.file(app)
         try:
-            return cls(**json.loads(file.read_bytes()))
+            return cls(**json.loads(read_file(file)))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
                 f"{file} is missing or damaged, and it says who takes part; remove {app.local}, "
@@ -144,7 +145,7 @@ class Roster(NamedTuple):
             return None
         keys = app.folder / "keys"
         for client in self.clients:
-            if not (keys / "nodes" / client).is_file():
+            if not (keys / "nodes" / file_name(client)).is_file():
                 raise RunError(f"{keys} holds no key for node {client}; make keys for all: `fedloom deploy keys`.")
         return keys
 
@@ -201,7 +202,7 @@ def _check_newcomers(settings: Settings) -> None:
             f"{algorithm.name} has no model for clients that took no part; leave --newcomers out, or choose a method "
             "that admits newcomers: `fedloom methods`."
         )
-    if algorithm.admit_labels:
+    if algorithm.needs_labels(settings.config):
         raise NeedsError(
             f"{algorithm.name} admits newcomers by training on their labelled samples, and --newcomers deals samples "
             "without labels; leave it out, or choose a method that needs none: `fedloom methods`."
@@ -269,18 +270,23 @@ def follow(federation: Federation, shown: Display) -> None:
 def _begin(directory: RunDirectory, screen: Display) -> int:
     """Show the head of a run; the rounds that it has done already."""
     config, noted = directory.config, directory.environment() or {}
-    models = {str(i): SimpleNamespace(spec=name) for i, name in enumerate(noted.get("models", ()))}
     done = directory.checkpoints()[-1] if directory.checkpoints() else 0
     task = task_named(config["task"] if config["task"] != "auto" else "classification")
     screen.begin(
-        SimpleNamespace(
-            algorithm=algorithms.get(config["method"]),
-            options=SimpleNamespace(**config),
-            setup=SimpleNamespace(task=task, architectures=models),
-            federation=SimpleNamespace(unseen=()),
+        Headline(
+            name=algorithms.get(config["method"]).name,
+            dataset=config["dataset"],
+            clients=config["clients"],
+            cohort=int(config["cohort"]),
+            unseen=0,
+            models=tuple(noted.get("models", ())),
+            engine=config["engine"],
+            device=config["device"],
             engine_reason="clients are other machines",
             notes=(),
+            metric=task.metric_name,
             round=done,
+            rounds=config["rounds"],
         )
     )
     return done

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedloom import algorithms
 from fedloom.core.config import build, check, option
@@ -13,10 +14,22 @@ from fedloom.core.errors import ConfigError, unknown
 from fedloom.runs.options import RunOptions
 
 SHARED = (
-    "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "adapt", "adapt_clip", "adapt_noise",
-    "eval_every", "eval_clients", "keep", "tracker",
+    "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "average", "adapt", "adapt_clip",
+    "adapt_noise", "eval_every", "eval_clients", "keep", "tracker", "server_data", "data_root",
 )  # fmt: skip
 """Those of a run's options that have a meaning where every client brings its own data and model."""
+
+NAME = re.compile(r"(?!\.)[\w.-]{1,64}")
+"""A client's name on a network."""
+
+
+def check_name(client: str) -> None:
+    """Refuse an id that no node can have as its name."""
+    if not NAME.fullmatch(client):
+        raise ConfigError(
+            f"A client cannot be called {client!r}; a name has 1 to 64 letters, digits, dots, dashes and "
+            "underscores, and no dot first."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +49,12 @@ class DeployOptions:
         0.5, "Share of the clients asked that must answer; else the round is done again.", low=0, high=1
     )
     repeats: int = option(3, "How often a round without a quorum is done again before the run stops.", low=0)
+    max_norm: float = option(
+        100.0, "How many times the median norm of a round's replies one may have; 0: no bound.", low=0
+    )
+    max_weight: float = option(
+        10.0, "How many times the median number of samples a client may count for; 0: no bound.", low=0
+    )
     largest: int = option(2 * 10**7, "Parameters that a client's model may have; one with more is refused.", low=1)
     node_keys: str = option("", "Folder with NAME.pub for every client; empty: nodes are not authenticated.")
     deliver: bool = option(True, "At the end every client gets its model, in its own folder.")
@@ -50,6 +69,28 @@ class DeployOptions:
         if not all(side.isdecimal() and int(side) for side in sides):
             raise ConfigError(f"input-shape is {self.input_shape!r}; give the shape of a sample, e.g. 3x32x32.")
         return tuple(map(int, sides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """What a node decides for itself, whatever the server's table says: ``flower-supernode --node-config``."""
+
+    client: str = option("", "The client's name; without it, one that is drawn once.")
+    folder: str = option("", "Where its secret and its memory lie; without it, ~/.fedloom/node.")
+    role: Literal["participant", "newcomer"] = option("participant", "Takes part, or only wants a model.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    evaluation: Literal["none", "noised", "exact"] = option(
+        "exact", "What it tells of how models fare on its validation and test data."
+    )
+    evaluation_noise: float = option(
+        1.0, "Of noised evaluations: the noise's deviation, in units of what one sample can change.", above=0
+    )
+    min_batch: int = option(8, "Fewest samples that anything it tells the server may be computed on.", low=1)
+    adapt_clip: float | None = option(None, "Its own bound on what it tells for --adapt prior.", low=0)
+    adapt_noise: float | None = option(None, "Its own noise on that, in units of the bound.", low=0)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 class Settings(NamedTuple):

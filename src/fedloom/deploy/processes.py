@@ -18,6 +18,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from fedloom.core.errors import NeedsError, RunError
+from fedloom.deploy import superexec
+from fedloom.runs.files import file_name
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
          "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -56,9 +58,11 @@ class Processes:
 
     def __init__(self, logs: Path, home: Path) -> None:
         self._logs, self._home = logs, home.resolve()
-        logs.mkdir(parents=True, exist_ok=True)
-        home.mkdir(parents=True, exist_ok=True)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        for folder in (logs, self._home):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)  # who reads the link's database can act as any node
+        superexec.install(self._home / "bin")
+        path = os.pathsep.join([str(self._home / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self._home), "PATH": path, NAME: "call"}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: dict[str, int] = {}
@@ -114,7 +118,7 @@ class Processes:
 
     def log(self, name: str) -> Path:
         """The file that a process writes to."""
-        return self._logs / f"{name}.log"
+        return self._logs / f"{file_name(name)}.log"
 
     def said(self, name: str) -> str:
         """What a process wrote to its log since it was started last."""

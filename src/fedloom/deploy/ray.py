@@ -25,14 +25,16 @@ from fedloom.data.registry import load
 from fedloom.deploy.client import answer
 from fedloom.deploy.local import LINK, App, follow
 from fedloom.deploy.local import Federation as Processes
-from fedloom.deploy.options import SHARED, read
+from fedloom.deploy.options import SHARED, check_name, read
 from fedloom.deploy.processes import wait_for_port
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import Trial
 from fedloom.progress import Display
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.files import file_name
 from fedloom.runs.options import RunOptions
-from fedloom.runs.simulation import federation_of, resolve, split
+from fedloom.training.server_data import share_is_refused
+from fedloom.training.simulation import federation_of, resolve, split
 
 CLIENT = '''\
 """Clients of a simulation."""
@@ -45,9 +47,12 @@ app = simulated_app({options!r}, {folder!r})
 
 def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: Display) -> RunDirectory:
     """Train ``method`` with clients on Ray; the run directory is ``out``."""
+    share_is_refused(options.server_data)
     arrays = load(options.dataset, options.data_root)
     options = resolve(options, arrays)
     clients = split(options, arrays).clients
+    for one in clients:
+        check_name(one.id)
     folder = Path(mkdtemp(prefix="fedloom-ray-"))
     try:
         app = _app(folder / "app", method, options, config, federation_of(options, arrays, split(options, arrays)))
@@ -72,6 +77,9 @@ def _app(folder: Path, method: str, options: RunOptions, config: Any, federation
         "deliver": False,
     }
     shared = {name: getattr(options, name) for name in SHARED if getattr(options, name) is not None}
+    for name in ("data_root", "server_data"):  # the server is started in another folder
+        if isinstance(shared.get(name), str) and Path(shared[name]).expanduser().exists():
+            shared[name] = str(Path(shared[name]).expanduser().absolute())
     write_app(folder, method, {**shared, **asdict(config), **about}, {})
     table = {"method": method, **{n.replace("_", "-"): v for n, v in {**shared, **asdict(config), **about}.items()}}
     return App(folder, read(table), Trial())
@@ -104,8 +112,10 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
         federation = _federation(tuple(sorted(options.items())))
         one = list(federation.roster.values())[int(context.node_config["partition-id"])]
         role = "newcomer" if one.unseen else "participant"
-        node = {"client": one.id, "folder": f"{folder}/{one.id}", "role": role, "device": str(federation.device)}
-        blind = one.unseen and not algorithms.get(str(context.run_config["method"])).admit_labels
+        own = f"{folder}/{file_name(one.id)}"
+        node = {"client": one.id, "folder": own, "role": role, "device": str(federation.device), "min-batch": 1}
+        settings = read(context.run_config)
+        blind = one.unseen and not algorithms.get(settings.method).needs_labels(settings.config)
 
         def data(node: Any) -> Any:
             parts = {split: (federation.x[rows], federation.y[rows]) for split, rows in one.rows.items()}

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,73 +21,19 @@ from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core import contract
 from fedloom.core.errors import NeedsError
 from fedloom.core.task import Task
-from fedloom.core.trees import ClientId, Params, Tree, flatten, unflatten
-from fedloom.engines.flower.lobby import Told
+from fedloom.core.trees import ClientId, Tree, flatten, unflatten
+from fedloom.deploy.lobby import Greeting
 from fedloom.models.model import Model
+from fedloom.models.size_only import SizeOnly, SizeSpec
 from fedloom.models.spec import ModelSpec
+from fedloom.runs.roster import Member, Roster
 
 MOST_TENSORS = 5_000
 """Tensors of a client's network; large ones of today have some hundreds."""
 
 
-class SizeSpec(NamedTuple):
-    """All that a server is told of a model by clients of a method such as MH-pFedHN."""
-
-    size: int
-    input_shape: tuple[int, ...]
-    num_outputs: int
-
-    def __str__(self) -> str:
-        return f"{self.size} parameters"
-
-
-@dataclass(frozen=True)
-class SizeOnly:
-    """A client's model of which only the number of parameters is known; whatever else is asked of it is refused."""
-
-    spec: SizeSpec
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        return self.spec.size
-
-    @property
-    def num_outputs(self) -> int:
-        return self.spec.num_outputs
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        raise self._unknown("the shapes")
-
-    @property
-    def head(self) -> frozenset[str]:
-        raise self._unknown("the output layer")
-
-    def init(self, seed: int) -> dict[str, Tensor]:
-        raise self._unknown("the first values")
-
-    def fresh_buffers(self) -> dict[str, Tensor]:
-        raise self._unknown("the statistics")
-
-    def train(
-        self, params: Params, buffers: Tree, x: Tensor, mask: Tensor, key: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        raise self._unknown("the layers")
-
-    def __call__(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
-        raise self._unknown("the layers")
-
-    def _unknown(self, what: str) -> NeedsError:
-        return NeedsError(
-            f"The server is told only how many parameters a client's model has, and these options need {what} of it. "
-            "Leave out the options that name layers."
-        )
-
-
 def federation_of(
-    told: Sequence[Told],
+    greetings: Sequence[Greeting],
     shape: tuple[int, ...],
     outputs: int,
     networks: Sequence[str],
@@ -99,24 +44,29 @@ def federation_of(
     """A roster of those who told of themselves, in that order, and no samples. A split is one row if there is any."""
     models: dict[Any, contract.Model] = {}
 
-    def model(one: Told) -> contract.Model:
+    def model(one: Greeting) -> contract.Model:
         kind = one.model or one.size
         if kind not in models:
             models[kind] = _model(one, shape, outputs, networks, device, dtype)
         return models[kind]
 
-    def client(one: Told) -> Client:
+    def client(one: Greeting) -> Client:
         rows = {split: np.arange(int(split in one.splits)) for split in SPLITS}
         return Client(one.client, model(one), rows, one.role == "newcomer")
 
     labels = torch.int64 if task.class_scores else dtype
     nothing = torch.empty((0, *shape), dtype=dtype, device=device), torch.empty(0, dtype=labels, device=device)
-    ordered = sorted(told, key=lambda one: one.role == "newcomer")
+    ordered = sorted(greetings, key=lambda one: one.role == "newcomer")
     return Federation(*nothing, task, {one.client: client(one) for one in ordered})
 
 
 def _model(
-    one: Told, shape: tuple[int, ...], outputs: int, networks: Sequence[str], device: torch.device, dtype: torch.dtype
+    one: Greeting,
+    shape: tuple[int, ...],
+    outputs: int,
+    networks: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> contract.Model:
     if one.model is None:
         return SizeOnly(SizeSpec(one.size, shape, outputs), device, dtype)
@@ -129,11 +79,11 @@ def _model(
 
 
 def check_model(
-    one: Told, told: str, largest: int, shape: tuple[int, ...], outputs: int, networks: Sequence[str]
+    one: Greeting, wanted: str, largest: int, shape: tuple[int, ...], outputs: int, networks: Sequence[str]
 ) -> None:
-    """Before a model is built: its client says of it what the method needs (``told``), and it is not too large."""
-    if (one.model is None) != (told == "size"):
-        raise NeedsError(f"the method needs to be told its {'size alone' if told == 'size' else 'network'}.")
+    """Before a model is built: its client says of it what the method needs, and it is not too large."""
+    if (one.model is None) != (wanted == "size"):
+        raise NeedsError(f"the method needs to be told its {'size alone' if wanted == 'size' else 'network'}.")
     if one.model is None:
         if not 1 <= one.size <= largest:
             raise NeedsError(f"it has {one.size:,} parameters; expected 1 to {largest:,}, as the setting largest says.")
@@ -180,6 +130,20 @@ def _counted(largest: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def roster_of(federation: Federation, greetings: Sequence[Greeting], classes: int) -> Roster:
+    """The roster of a run over a network. Of validation and test data it says whether a client has any."""
+    samples = {one.client: one.samples for one in greetings}
+    members = []
+    for client in federation.roster.values():
+        model = client.model
+        name = None if isinstance(model, SizeOnly) else str(model.spec)
+        counts = {split: len(client.rows[split]) for split in SPLITS} | {"train": samples[client.id]}
+        members.append(Member(client.id, client.unseen, name, model.size, counts))
+    first = next(iter(federation.models.values()))
+    targets = () if classes or first.num_outputs == 1 else (first.num_outputs,)
+    return Roster(first.input_shape, first.num_outputs, classes, (), targets, members)
 
 
 def in_order(clients: Sequence[ClientId]) -> list[ClientId]:

@@ -7,9 +7,9 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,27 +17,31 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom import algorithms, api
+from fedloom import algorithms
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Sent, Setup
-from fedloom.core.errors import ConfigError, FedloomError, NeedsError, RoundError, RunError
+from fedloom.core.errors import ConfigError, DivergedError, FedloomError, NeedsError, RoundError, RunError
 from fedloom.core.task import Task
-from fedloom.core.trees import ClientId, PerClient
+from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.deploy.bounds import weights_of
+from fedloom.deploy.codec import pack, refusal
+from fedloom.deploy.engine import VERSION, Flower, Rules
 from fedloom.deploy.keys import clients_by_key
+from fedloom.deploy.lobby import Greeting, Lobby
 from fedloom.deploy.options import Settings, read
-from fedloom.deploy.roster import check_model, federation_of, grown, in_order
-from fedloom.engines.flower.codec import pack, refusal
-from fedloom.engines.flower.engine import VERSION, Flower, Rules
-from fedloom.engines.flower.lobby import Lobby, Told
-from fedloom.metrics.evaluation import Score
+from fedloom.deploy.roster import check_model, federation_of, grown, in_order, roster_of
+from fedloom.engines.memories import Memories
 from fedloom.progress import Display, display
 from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
-from fedloom.runs.machine import device_of, set_precision, task_named
-from fedloom.runs.rounds import Mark
-from fedloom.runs.simulation import flat_config
-from fedloom.runs.trainer import Trainer, algorithm_of
+from fedloom.training.config import algorithm_of, flat_config
+from fedloom.training.loop import save, train
+from fedloom.training.machine import device_of, task_named
+from fedloom.training.server import Server
+from fedloom.training.server_data import Form, ServerSamples, share_is_refused
+from fedloom.training.server_data import read as read_samples
+from fedloom.training.trainer import Trainer
 
 OTHER_NETWORK = "has another network than the others; the method needs one for all"
 
@@ -91,22 +95,24 @@ def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     lobby = lobby_of(grid, settings, secrets.token_hex(8))
     same = algorithm_of(settings.method, settings.run).needs.same_model
     wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait, same_model=same)
-    told = [lobby.told[client] for client in in_order(list(lobby.nodes))]
-    deployment = Deployment(settings, lobby, told)
-    resolved = flat_config(settings.method, deployment.options, settings.config)
-    directory = RunDirectory.create(out, resolved, need_bytes=4 * deployment.checkpoint_bytes())
+    greetings = [lobby.greetings[client] for client in in_order(list(lobby.nodes))]
+    deployment = Deployment(settings, lobby, greetings)
+    server = deployment.server
+    resolved = flat_config(settings.method, server.options, settings.config)
+    directory = RunDirectory.create(out, resolved, need_bytes=4 * server.checkpoint_bytes())
     with directory.lock():
+        directory.write_roster(server.roster)
         _note(directory, deployment)
-        api.save(deployment, directory, best=False)  # so that a server that is killed now can go on, too
+        save(deployment, directory, best=False)  # so that a server that is killed now can go on, too
         _run(deployment, directory, shown)
 
 
 def resume(grid: Grid, settings: Settings, directory: RunDirectory, shown: Display) -> None:
-    """Go on from the last checkpoint with the clients that it names, as soon as enough of them are back."""
+    """Go on from the last sound checkpoint with the clients that it names, as soon as enough of them are back."""
     with directory.lock():
         deployment = reopened(grid, settings, directory, "last")
         directory.update_config(rounds=settings.run.rounds)
-        directory.rewind(deployment.round)
+        directory.rewind(deployment.server.round)
         wait_for(deployment.lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait)
         _run(deployment, directory, shown)
 
@@ -130,8 +136,8 @@ def admit(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displa
     deployment.deliver_to_newcomers()
     _note_delivery(directory, deployment)
     if not deployment.delivered:
-        told = "; ".join(f"{client} {reason}" for client, reason in deployment.undelivered.items())
-        raise RoundError(f"No newcomer got a model: {told or 'the method admits none'}.")
+        reasons = "; ".join(f"{client} {reason}" for client, reason in deployment.undelivered.items())
+        raise RoundError(f"No newcomer got a model: {reasons or 'the method admits none'}.")
 
 
 def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any) -> Deployment:
@@ -142,19 +148,21 @@ def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any
         raise RunError(f"{directory.path} was not run over a network; use `fedloom resume {directory.path}`.")
     if directory.config.get("method") != settings.method:
         raise ConfigError(f"{directory.path} is a run of {directory.config.get('method')}, not of {settings.method}.")
-    told = [told_from(one) for one in kept["roster"]]
+    greetings = [greeting_from(one) for one in kept["roster"]]
     lobby = lobby_of(grid, settings, kept["run"])
-    lobby.told = {one.client: one for one in told}
-    deployment = Deployment(settings, lobby, told)
-    deployment.restore(checkpoint.round, checkpoint.state, checkpoint.memory)
-    deployment.saved()
+    lobby.greetings = {one.client: one for one in greetings}
+    deployment = Deployment(settings, lobby, greetings)
+    deployment.server.restore(checkpoint)
+    deployment.proven = checkpoint.meta.get("proven", 0)
+    for round in directory.checkpoints():
+        deployment.count_on(round, directory.load(round).memory)
     return deployment
 
 
-def told_from(kept: dict[str, Any]) -> Told:
+def greeting_from(kept: dict[str, Any]) -> Greeting:
     """What a checkpoint kept of a client."""
     model = kept["model"] and (kept["model"][0], _tuples(kept["model"][1]))
-    return Told(**{**kept, "splits": tuple(kept["splits"]), "model": model})
+    return Greeting(**{**kept, "splits": tuple(kept["splits"]), "model": model})
 
 
 def _tuples(value: Any) -> Any:
@@ -167,15 +175,15 @@ def lobby_of(grid: Grid, settings: Settings, run: str) -> Lobby:
     return Lobby(grid, run, clients_by_key(Path(folder)) if folder else None, check_of(settings))
 
 
-def check_of(settings: Settings) -> Callable[[Told], None]:
+def check_of(settings: Settings) -> Callable[[Greeting], None]:
     """Fails where a client cannot be served."""
     known, algorithm = Known.of(settings), algorithm_of(settings.method, settings.run)
 
-    def check(one: Told) -> None:
+    def check(one: Greeting) -> None:
         check_model(one, algorithm.told, settings.deploy.largest, known.shape, known.outputs, known.networks)
         alone = known.federation([one._replace(role="participant")])
         setup = Setup(settings.config, alone.participants, alone.models, known.task, 0, known.device, known.dtype)
-        violations = algorithm.needs.violations(setup, algorithm.name)
+        violations = algorithm.needs.of_clients.violations(setup, algorithm.name)
         if violations:
             raise NeedsError(" ".join(violations))
 
@@ -201,37 +209,47 @@ class Known(NamedTuple):
         device, dtype = device_of(options.device), getattr(torch, options.dtype)
         return cls(deploy.shape, deploy.num_outputs, networks, task, device, dtype)
 
-    def federation(self, roster: Sequence[Told]) -> Federation:
+    def federation(self, greetings: Sequence[Greeting]) -> Federation:
         """A federation of those who told of themselves."""
-        return federation_of(roster, *self)
+        return federation_of(greetings, *self)
+
+    def server_samples(self, settings: Settings) -> ServerSamples | None:
+        """What the server has of its own, with labels only if the method needs them."""
+        options, labelled = settings.run, algorithms.get(settings.method).needs.server_data == "labelled"
+        share_is_refused(options.server_data)
+        if not isinstance(options.server_data, str):
+            return None
+        one, classes = self.outputs == 1, self.outputs if self.task.class_scores else 0
+        form = Form(self.shape, classes, () if classes or one else (self.outputs,))
+        return read_samples(options.server_data, options.data_root, form, labelled=labelled)
 
 
 def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_model: bool = False) -> None:
     """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
-    end, told = time.monotonic() + seconds, (-1, 0)
+    end, said = time.monotonic() + seconds, (-1, 0)
     while True:
         lobby.refresh()
-        there = [client for client in lobby.nodes if lobby.told[client].role == "participant"]
+        there = [client for client in lobby.nodes if lobby.greetings[client].role == "participant"]
         if same_model and there:
-            networks = [lobby.told[client].model for client in in_order(there)]
+            networks = [lobby.greetings[client].model for client in in_order(there)]
             common = max(networks, key=networks.count)  # the first of equals
-            there = [client for client in there if lobby.told[client].model == common]
+            there = [client for client in there if lobby.greetings[client].model == common]
         if len(there) >= number:
-            for client in in_order([c for c in lobby.nodes if same_model and lobby.told[c].model != common]):
+            for client in in_order([c for c in lobby.nodes if same_model and lobby.greetings[c].model != common]):
                 lobby.refuse(client, OTHER_NETWORK)
             return
         if time.monotonic() > end:
             advice = "Start more nodes, or set nodes lower."
             if lobby.refused:
                 advice = f"Refused: {'; '.join(lobby.refused[-3:])}. See to them, or set nodes lower."
-            other = sum(lobby.told[client].role == "participant" for client in lobby.nodes) > len(there)
+            other = sum(lobby.greetings[client].role == "participant" for client in lobby.nodes) > len(there)
             alike = " with one network, which the method needs," if other else ""
             raise RoundError(
                 f"{len(there)} clients{alike} are connected, and {number} are needed; waited {seconds:g} seconds."
                 f" {advice}"
             )
-        if (len(there), len(lobby.refused)) != told:
-            told = (len(there), len(lobby.refused))
+        if (len(there), len(lobby.refused)) != said:
+            said = (len(there), len(lobby.refused))
             latest = f"; refused: {lobby.refused[-1]}" if lobby.refused else ""
             tell(f"for {number} clients; {_are_connected(len(there))}{latest}")
         time.sleep(PAUSE)
@@ -246,44 +264,65 @@ class Deployment(Trainer):
 
     saves_every_round = True
 
-    def __init__(self, settings: Settings, lobby: Lobby, told: Sequence[Told]) -> None:
-        method, options, config, deploy = settings
-        self.lobby, self.deploy, self.roster = lobby, deploy, list(told)
+    def __init__(self, settings: Settings, lobby: Lobby, greetings: Sequence[Greeting]) -> None:
+        self.settings, self.lobby, self.deploy = settings, lobby, settings.deploy
+        self.greetings = list(greetings)
+        options = settings.run
         if options.threads:
             torch.set_num_threads(options.threads)
-        set_precision(options.precision)
-        algorithm = algorithm_of(method, options)
         self.known = Known.of(settings)
-        federation = self.known.federation(self.roster)
-        clients, self._asked = len(federation.participants), partial(options.cohort_of, papers=algorithm.cohort)
+        self.server_samples = self.known.server_samples(settings)
+        self._versions: dict[int, dict[ClientId, int]] = {}
+        """The clients' memories that each kept checkpoint counts on, by round."""
+        self.proven = 0
+        """The last round whose state another round has begun from soundly."""
+        federation = self.known.federation(self.greetings)
+        super().__init__(self._server(federation), self._engine(federation), "clients are other machines")
+        self.notes = [self.server_samples.note] if self.server_samples else []
+        self._admitted: Sent | None = None
+        self.delivered: list[ClientId] = []
+        self.undelivered: dict[ClientId, str] = {}
+        """Who got no model in the end, and why."""
+        self.tell: Tell = lambda text: None
+
+    def _server(self, federation: Federation) -> Server:
+        """A server for these clients, before any round."""
+        method, options, config, _ = self.settings
+        algorithm, known = algorithm_of(method, options), self.known
+        clients = len(federation.participants)
         options = replace(
             options,
             dataset="clients",
             partition="clients",
             clients=clients,
-            cohort=self._asked(clients),
+            cohort=options.cohort_of(clients, algorithm.cohort),
             engine=Flower.name,
-            device=str(self.known.device),
+            device=str(known.device),
             threads=torch.get_num_threads(),
         )
-        rules = Rules(deploy.timeout, deploy.quorum)
-        plain = algorithms.get(method)
-        engine = Flower(federation, algorithm, config, options.seed, plain, lobby.run, lobby.exchange, rules)
-        super().__init__(method, algorithm, options, config, federation, engine, "clients are other machines")
-        self.engine: Flower = engine
-        self._admitted: Sent | None = None
-        self.delivered: list[ClientId] = []
-        self.undelivered: dict[ClientId, str] = {}
-        """Who got no model in the end, and why."""
-        self._dropped: list[dict[str, Any]] = []
-        self._scores: dict[tuple[str, ClientId], Score] = {}
-        self._settled = -1
-        self.tell: Tell = lambda text: None
+        own = self.server_samples and self.server_samples.on(known.device, known.dtype)
+        setup = Setup(
+            config, federation.participants, federation.models, known.task, options.seed, known.device, known.dtype,
+            options.rounds, own,
+        )  # fmt: skip
+        classes = known.outputs if known.task.class_scores else 0
+        roster = roster_of(federation, self.greetings, classes)
+        return Server(method, algorithm, options, roster, setup, memories_here=False)
+
+    def _engine(self, federation: Federation) -> Flower:
+        """The way to these clients."""
+        method, options, config, deploy = self.settings
+        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm)
+        told = {one.client: one.samples for one in self.greetings if one.role == "participant"}
+        return Flower(
+            federation, algorithm_of(method, options), config, options.seed, self.lobby.run, self.lobby.exchange, rules,
+            weights_of(told, deploy.max_weight), self._kept_versions, lambda: self.lobby.waited,
+        )  # fmt: skip
 
     @property
     def present(self) -> tuple[ClientId, ...]:
         """The participants that are connected."""
-        return tuple(client for client in self.setup.clients if client in self.lobby.nodes)
+        return tuple(client for client in self.server.setup.clients if client in self.lobby.nodes)
 
     @property
     def newcomers(self) -> tuple[ClientId, ...]:
@@ -293,171 +332,179 @@ class Deployment(Trainer):
     def train_round(self) -> dict[str, Any]:
         """One round with those who are connected; done again where too few answer."""
         failures: list[str] = []
-        self._scores = {}
         while True:
             self._gather()
-            before = self.engine.memory.copy()
             try:
                 record = super().train_round()
             except RoundError as error:
-                self.engine.memory = before
                 failures.append(str(error))
                 if len(failures) > self.deploy.repeats:
                     raise
-                self.tell(f"{PAUSE:g} seconds, then does round {self.round + 1} again: {error}")
+                self.tell(f"{PAUSE:g} seconds, then does round {self.server.round + 1} again: {error}")
                 time.sleep(PAUSE)
                 continue
-            self._dropped = record["dropped"]
+            self.proven = self.server.round - 1
             refused, self.lobby.refused = self.lobby.refused, []
-            told = {"repeated": failures, "refused": refused}
-            return {**record, **{name: texts for name, texts in told.items() if texts}}
-
-    def evaluate(self, split: str, clients: Sequence[ClientId] | None = None) -> dict[ClientId, Score]:
-        """The scores of the participants that are connected. Each is asked once a round."""
-        wanted = self.setup.clients if clients is None else clients
-        missing = [c for c in wanted if c in self.lobby.nodes and (split, c) not in self._scores]
-        if missing:
-            self._scores |= {(split, c): score for c, score in super().evaluate(split, missing).items()}
-            self._dropped += [one._asdict() for one in self.engine.books.dropped]  # into the round's record
-        return {client: self._scores[split, client] for client in wanted if (split, client) in self._scores}
+            more = {"repeated": failures, "refused": refused}
+            return {**record, **{name: texts for name, texts in more.items() if texts}}
 
     def settle(self) -> None:
-        """As ``Trainer.settle``, once a round. Where nobody answers, the state stays as it was, and the run goes on."""
-        if self._settled == self.round:
-            return
-        try:
+        """As ``Trainer.settle``. Where nobody answers, the state stays as it was, and the run goes on."""
+        with suppress(RoundError):
             super().settle()
-            self._settled = self.round
-        except RoundError:
-            self._dropped += [one._asdict() for one in self.engine.books.dropped]  # into the round's record
 
-    def admit_with(self, newcomers: Sequence[ClientId], samples: int) -> Sent:
-        """Admission; what was sent is kept for delivery."""
-        sent = self._admit_each(newcomers)
+    def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
+        """Admission of those who are connected; what was sent is kept for delivery."""
+        there = [client for client in newcomers if client in self.lobby.nodes]
+        sent, memory = self._admit_each(there, memory)
         if not len(sent.mine):
-            told = "; ".join(f"{client} {self.undelivered[client]}" for client in newcomers)
-            raise RoundError(f"No newcomer could be admitted: {told}.")
+            reasons = "; ".join(f"{client} {self.undelivered.get(client, 'is gone')}" for client in newcomers)
+            raise RoundError(f"No newcomer could be admitted: {reasons}.")
         self._admitted = sent
-        return sent
+        return sent, memory
 
-    def _admit_each(self, newcomers: Sequence[ClientId]) -> Sent:
+    def _admit_each(self, newcomers: Sequence[ClientId], memory: Memories) -> tuple[Sent, Memories]:
         """Admit all at once; where that fails one by one, so that nobody's fault is another's."""
-        before = self.engine.memory.copy()
+        session = self.engine.session("admission", memory)
         try:
-            sent = self.admit(newcomers)
+            sent = self.server.admit(session, newcomers)
         except Exception as error:
-            self.engine.memory = before
             if len(newcomers) == 1:
                 reason = str(error) if isinstance(error, FedloomError) else f"({type(error).__name__})"
                 self.undelivered[newcomers[0]] = f"could not be admitted: {reason}"
-                return Sent({}, PerClient.empty(()))
-            parts = [self._admit_each([client]) for client in newcomers]
+                return Sent({}, PerClient.empty(())), memory
+            parts = []
+            for client in newcomers:
+                part, memory = self._admit_each([client], memory)
+                parts.append(part)
             # what is shared is the run's, whoever is admitted
             shared = next((part.shared for part in parts if len(part.mine)), {})
-            return Sent(shared, PerClient.of({client: part.mine[client] for part in parts for client in part.mine}))
-        why = {one.client: one.reason for one in self.engine.books.dropped}
+            mine = PerClient.of({client: part.mine[client] for part in parts for client in part.mine})
+            return Sent(shared, mine), memory
+        why = {one.client: one.reason for one in session.stats.dropped}
         self.undelivered |= {c: why.get(c, "was not admitted") for c in newcomers if c not in set(sent.mine)}
-        return sent
+        return sent, session.memory
 
     def meta(self) -> dict[str, Any]:
-        """Who the clients are: a server that goes on must not take them for new ones."""
-        return {"deployment": {"run": self.lobby.run, "roster": [one._asdict() for one in self.roster]}}
+        """Who the clients are, so that a server that goes on does not take them for new ones; which round is sound."""
+        roster = [one._asdict() for one in self.greetings]
+        kept = {"run": self.lobby.run, "roster": roster}
+        # the roster grows: which part of it this checkpoint has is in "deployment"
+        return {**super().meta(), "proven": self.proven, "deployment": kept, "digests": {"roster": None}}
 
-    def saved(self) -> None:
-        """Clients must keep the memories that this checkpoint counts on."""
-        self.engine.saved = {client: int(tree[VERSION]) for client, tree in self.engine.memory.items()}
+    def saved(self, rounds: Sequence[int]) -> None:
+        """Clients must keep the memories that kept checkpoints count on."""
+        self.count_on(self.server.round, self.now.memory)
+        self._versions = {round: versions for round, versions in self._versions.items() if round in rounds}
 
-    def _first_memory(self, model: Any) -> dict[str, torch.Tensor]:
-        return {VERSION: torch.zeros((), dtype=torch.int64)}
+    def count_on(self, round: int, memory: Mapping[ClientId, Tree]) -> None:
+        """A checkpoint of that round counts on these memories."""
+        self._versions[round] = {client: int(tree[VERSION]) for client, tree in memory.items()}
+
+    def _kept_versions(self, client: ClientId) -> set[int]:
+        return {versions[client] for versions in self._versions.values() if client in versions}
 
     def look(self) -> None:
         """See who is there, and take in who is new."""
         self.lobby.refresh()
-        known = {one.client for one in self.roster}
+        known = {one.client for one in self.greetings}
         for client in in_order([client for client in self.lobby.nodes if client not in known]):
-            self._take_in(self.lobby.told[client])
+            self._take_in(self.lobby.greetings[client])
 
     def _gather(self) -> None:
-        end, told = time.monotonic() + self.deploy.wait, -1
+        end, said = time.monotonic() + self.deploy.wait, -1
         self.look()
-        while len(self.present) + 1e-9 < (need := max(1, self.deploy.quorum * self.options.cohort)):
-            if len(self.present) != told:
-                told = len(self.present)
-                self.tell(f"for {math.ceil(need - 1e-9)} clients in round {self.round + 1}; {_are_connected(told)}")
+        while len(self.present) + 1e-9 < (need := max(1, self.deploy.quorum * self.server.options.cohort)):
+            there, number = len(self.present), self.server.round + 1
+            if there != said:
+                said = there
+                self.tell(f"for {math.ceil(need - 1e-9)} clients in round {number}; {_are_connected(there)}")
             if time.monotonic() > end:
                 raise RoundError(
-                    f"{len(self.present)} of {len(self.setup.clients)} clients are connected, too few for a round; "
+                    f"{there} of {len(self.server.setup.clients)} clients are connected, too few for a round; "
                     f"waited {self.deploy.wait:g} seconds. The last checkpoint is intact: start nodes, then resume."
                 )
             time.sleep(PAUSE)
             self.look()
 
-    def _take_in(self, one: Told) -> None:
+    def _take_in(self, one: Greeting) -> None:
         """A client that came after the beginning: as a participant if the method has room, else as a newcomer."""
-        common = next(other.model for other in self.roster if other.role == "participant")
-        if self.algorithm.needs.same_model and one.model != common:
+        common = next(other.model for other in self.greetings if other.role == "participant")
+        if self.server.algorithm.needs.same_model and one.model != common:
             self.lobby.refuse(one.client, OTHER_NETWORK)
             return
         try:
-            state = self._room_for(one) if one.role == "participant" else None
-            self._enlist([*self.roster, one if state is not None else one._replace(role="newcomer")])
+            with_it = None if one.role == "newcomer" else self._grown([*self.greetings, one])
+            has_room = with_it is not None  # a state can be empty
+            self._enlist([*self.greetings, one if has_room else one._replace(role="newcomer")], with_it)
         except Exception as error:  # whatever a stranger made of it; the others go on
             self.lobby.refuse(one.client, f"cannot be taken in ({type(error).__name__})")
-            return
-        if state is not None:
-            self.state = state
 
-    def _room_for(self, one: Told) -> Any:
-        federation = self.known.federation([*self.roster, one])
-        setup = replace(self.setup, clients=federation.participants, models=federation.models)
+    def _grown(self, greetings: Sequence[Greeting]) -> Any:
+        """The state for these clients, of whom the last is new; None if the method has no room for it."""
+        before, setup = self.server.setup, self._setup_for(greetings)
         try:
-            fresh = self.algorithm.init(setup)
+            fresh = self.server.algorithm.init(setup)
         except NeedsError:
             return None
-        if self.algorithm.needs.violations(setup, self.algorithm.name):
+        if self.server.algorithm.needs.violations(setup, self.server.algorithm.name):
             return None
-        before, after = len(self.setup.clients), len(setup.clients)
-        state = grown(self.state._asdict(), fresh._asdict(), before, after)
-        return None if state is None else self.algorithm.state(**state)
+        state = grown(self.server.state._asdict(), fresh._asdict(), len(before.clients), len(setup.clients))
+        return None if state is None else self.server.algorithm.state(**state)
 
-    def mark(self) -> Mark:
+    def _setup_for(self, greetings: Sequence[Greeting]) -> Setup[Any]:
+        federation = self.known.federation(greetings)
+        return replace(self.server.setup, clients=federation.participants, models=federation.models)
+
+    def _enlist(self, greetings: Sequence[Greeting], state: Any = None) -> None:
+        """Have these clients from now on; ``state`` is that for them, if it is another one."""
+        self.greetings = list(greetings)
+        federation, now, settled = self.known.federation(greetings), self.now, self.server.settled
+        self.server.setup = self._setup_for(greetings)
+        self.server.roster = roster_of(federation, greetings, self.server.roster.num_classes)
+        clients = len(federation.participants)
+        cohort = self.settings.run.cohort_of(clients, self.server.algorithm.cohort)
+        self.server.options = replace(self.server.options, clients=clients, cohort=cohort)
+        self.server.now, self.server.settled = now if state is None else now._replace(state=state), settled
+        self.engine = self._engine(federation)
+        self.roster_is_new = True
+
+    def mark(self) -> Any:
         """As ``Trainer.mark``, with the clients of this moment."""
-        self._marked = list(self.roster)
-        return super().mark()
+        return super().mark(), list(self.greetings)
 
-    def go_back(self, mark: Mark) -> None:
-        """As ``Trainer.go_back``, to the last mark: who came since then is to come again."""
-        super().go_back(mark)
-        self._enlist(self._marked)
-
-    def _enlist(self, roster: Sequence[Told]) -> None:
-        self.roster = list(roster)
-        self.federation = self.known.federation(self.roster)
-        self.engine.enlist(self.federation)
-        self.setup = replace(self.setup, clients=self.federation.participants, models=self.federation.models)
-        clients = len(self.setup.clients)
-        self.options = replace(self.options, clients=clients, cohort=self._asked(clients))
+    def go_back(self, mark: Any) -> None:
+        """As ``Trainer.go_back``: who came since then is to come again."""
+        moment, greetings = mark
+        super().go_back(moment)
+        if greetings != self.greetings:
+            self._enlist(greetings)
 
     def deliver(self) -> None:
         """Everybody who is connected gets what it is to use."""
         if self.present:
-            self._deliver(self._personal(self.present))
+            self._deliver(self.server.send(self.present))
         self.deliver_to_newcomers()
 
     def deliver_to_newcomers(self) -> None:
         """The newcomers that are connected are admitted, and get their models."""
-        if self.algorithm.admit is None:
+        if self.server.algorithm.admit is None:
             return
         admitted = [self._admitted] if self._admitted else []
         done = {client for sent in admitted for client in sent.mine}
         rest = [client for client in self.newcomers if client not in done]
-        for sent in [*admitted, self._admit_each(rest)] if rest else admitted:
+        for sent in admitted:
             self._deliver(sent)
+        if rest:
+            sent, memory = self._admit_each(rest, self.now.memory)
+            self._deliver(sent, memory)
 
-    def _deliver(self, sent: Sent) -> None:
+    def _deliver(self, sent: Sent, memory: Memories | None = None) -> None:
+        known = self.now.memory if memory is None else memory
+        versions = {client: known.get(client, {VERSION: 0})[VERSION] for client in sent.mine}
         contents = {
             client: pack(
-                {"run": self.lobby.run, "client": client, "from_version": int(self.engine.recall(client)[VERSION])},
+                {"run": self.lobby.run, "client": client, "from_version": int(versions[client])},
                 shared=sent.shared,
                 mine=sent.mine[client],
             )
@@ -474,10 +521,28 @@ class Deployment(Trainer):
 
 def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
     deployment.tell = shown.wait
-    api.train(deployment, directory, shown)
+    try:
+        train(deployment, directory, shown)
+    except DivergedError as error:
+        last, before = deployment.server.round, _before_unsound(deployment, directory)
+        if before is None:
+            raise
+        directory.rewind(before)
+        raise RoundError(
+            f"{str(error).partition(' The last checkpoint')[0]} No round could begin from the checkpoint of round "
+            f"{last}, so it was removed; that of round {before} is intact: see to the clients, then resume."
+        ) from error
     if deployment.deploy.deliver:
         deployment.deliver()
         _note_delivery(directory, deployment)
+
+
+def _before_unsound(deployment: Deployment, directory: RunDirectory) -> int | None:
+    """The checkpoint before a last one from which no round could begin, if there is one that was sound."""
+    last, saved = deployment.server.round, directory.checkpoints()
+    if deployment.proven < last and saved[-1:] == [last] and any(round <= deployment.proven for round in saved[:-1]):
+        return max(round for round in saved if round < last)
+    return None
 
 
 def _note_delivery(directory: RunDirectory, deployment: Deployment) -> None:
@@ -486,6 +551,7 @@ def _note_delivery(directory: RunDirectory, deployment: Deployment) -> None:
 
 
 def _note(directory: RunDirectory, deployment: Deployment) -> None:
-    found = environment(deployment.options.seed, deployment.options.device)
-    models = [str(model.spec) for model in deployment.setup.architectures.values()]
-    directory.write_environment({**found, "clients": list(deployment.setup.clients), "models": models})
+    server = deployment.server
+    found = environment(server.options.seed, server.options.device)
+    models = [str(model.spec) for model in server.setup.architectures.values()]
+    directory.write_environment({**found, "clients": list(server.setup.clients), "models": models})

@@ -93,7 +93,7 @@ class Store:
         return decode(file.read_bytes())
 
     def save(self, run: str, version: int, memory: Tree, keep: set[int]) -> None:
-        """Write a version; older ones but ``keep`` go. Newer ones stay: this may be the late end of an earlier ask."""
+        """Write a version. Older ones go, but for ``keep``; newer ones stay: this may be the late end of an old ask."""
         folder = self.of_run(run)
         folder.mkdir(exist_ok=True, mode=0o700)
         write_file(self._file(run, version), encode(memory))

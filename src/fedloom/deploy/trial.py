@@ -15,10 +15,11 @@ from fedloom.clients.federation import SPLITS
 from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
 from fedloom.data.registry import load
+from fedloom.deploy.options import check_name
 from fedloom.models.spec import parse
-from fedloom.runs.files import write_file
+from fedloom.runs.files import file_name, write_file
 from fedloom.runs.options import RunOptions
-from fedloom.runs.simulation import split
+from fedloom.training.simulation import split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +58,19 @@ def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> d
     arrays = load(trial.dataset)
     given: Mapping[str, Any] = {"clients": nodes, "unseen": newcomers, "seed": seed, "partition": trial.partition}
     found = {}
-    for one in split(build(RunOptions, given), arrays).clients:
+    clients = split(build(RunOptions, given), arrays).clients
+    for one in clients:
+        check_name(one.id)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    for one in clients:
         rows = {"train": one.train, "val": one.val, "test": one.test}
         content = {f"x_{part}": arrays.x[rows[part]] for part in SPLITS}
         labelled = SPLITS[1:] if one.unseen else SPLITS
         content |= {f"y_{part}": arrays.y[rows[part]] for part in labelled}
         data = io.BytesIO()
         np.savez(data, **content)
-        found[one.id] = folder / one.id / "data.npz"
+        found[one.id] = folder / file_name(one.id) / "data.npz"
         found[one.id].parent.mkdir(parents=True, exist_ok=True)
         write_file(found[one.id], data.getvalue())
     return found

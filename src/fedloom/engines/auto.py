@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ ENGINES: Mapping[str, type[AbstractEngine]] = {
 }
 
 HEAVY = 1 << 23
-"""Products for a sample from which on threads inside of an operator pay; of small ones they wait for each other."""
+"""Multiply-adds per sample above which threads inside an operator help; below, they wait for each other."""
 
 
 def choose(
@@ -37,7 +36,7 @@ def choose(
             raise unknown("engine", name, ["auto", *ENGINES, "flower-sim"])
         if issubclass(ENGINES[name], AbstractParallel) and device.type != "cpu":
             raise ConfigError(f"--engine {name} is for CPUs, the device is {device}. Use vectorised, or leave it out.")
-        unfit = issubclass(ENGINES[name], Vectorised) and _unfit(models)
+        unfit = ENGINES[name] in (Vectorised, ParallelVectorised) and _unfit(models)
         if unfit:
             raise ConfigError(
                 f"--engine {name} runs many clients at once; {unfit.spec} has operations that cannot. Use sequential, "
@@ -66,17 +65,17 @@ def _unfit(models: Iterable[Model]) -> Model | None:
     return next((model for model in distinct if not batchable(model)), None)
 
 
-def heavy(model: Any) -> bool:
+def heavy(model: Model) -> bool:
     """Whether threads inside of its operators pay, by a bound of what a sample takes: every weight at every pixel."""
     convolves = any(len(shape) > 2 for shape in model.shapes.values())
-    pixels = math.prod(model.spec.input_shape[1:]) if convolves else 1
+    pixels = math.prod(model.input_shape[1:]) if convolves else 1
     return bool(model.size * pixels >= HEAVY)
 
 
-def batchable(model: Any) -> bool:
+def batchable(model: Model) -> bool:
     """Whether two clients of the model can be trained and tried as one: found by doing so, on zeros."""
     params, buffers = stack([model.init(0)] * 2), stack([model.fresh_buffers()] * 2)
-    x = torch.zeros(2, 2, *model.spec.input_shape, device=model.device, dtype=model.dtype)
+    x = torch.zeros(2, 2, *model.input_shape, device=model.device, dtype=model.dtype)
     mask = torch.ones(2, dtype=torch.bool, device=model.device)
     key = torch.zeros((), dtype=torch.int64, device=model.device)
 
@@ -87,6 +86,6 @@ def batchable(model: Any) -> bool:
     try:
         torch.func.vmap(torch.func.grad(loss))(params, buffers, x)
         torch.func.vmap(model)(params, buffers, x)
-    except Exception:
+    except Exception:  # whatever vmap or the network objects to
         return False
     return True

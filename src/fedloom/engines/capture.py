@@ -9,8 +9,8 @@ Where a step is replayed often enough to pay for it, ``torch.compile`` fuses its
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,12 @@ from torch.utils import _pytree as pytree
 
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.core.contract import Batch
+from fedloom.core.device import copy_all, to_device
 from fedloom.core.random import fold
-from fedloom.core.recording import Pool, Slots, copy_all, to_device
+from fedloom.engines.cache import FastForms, Way
 from fedloom.engines.convolution import faster_for, why_no_kernels
+from fedloom.engines.graphs import Pool, Slots, warm_up
+from fedloom.engines.job import Job
 
 Step = Callable[[Any, Any, Any, Batch], Any]
 """(shared, facts, carry, batch) -> carry, for one client."""
@@ -54,77 +57,69 @@ KEPT = 16
 class Recordings:
     """The recorded steps of a run, by kind of ask. ``notes`` is told of steps that cannot be recorded or compiled."""
 
-    def __init__(self, data: tuple[Tensor, Tensor], notes: list[str], pool: Pool) -> None:
-        self.data, self.notes, self.pool = data, notes, pool
-        self.kept: dict[Any, CapturedSteps] = {}  # the one used last is last
-        self._uses: Counter[Any] = Counter()
-        self._ways: dict[Any, list[str]] = {}
-        self._judged: set[Any] = set()  # kinds that were found worth compiling, or not
+    def __init__(self, notes: list[str], pool: Pool) -> None:
+        self._notes, self._pool = notes, pool
+        self._forms: FastForms[CapturedSteps] = FastForms(notes, KEPT)
+        self._pays: dict[Any, bool] = {}
+        """Kinds of which it is known how often they come: whether to compile them."""
+        self._rounds: dict[int | str, None] = {}
+        """The rounds in which steps were run."""
 
-    def run(
-        self,
-        label: str,
-        name: Hashable,
-        plan: PaddedSchedule,
-        step: Step,
-        shared: Any,
-        facts: Any,
-        carry: Any,
-        rounds: tuple[int, int],
-        own_kernels: bool = True,
-    ) -> Any:
+    def run(self, job: Job, plan: PaddedSchedule, step: Step, facts: Any, carry: Any, own_kernels: bool) -> Any:
         """The carry after every step of ``plan``; None where the steps are few or cannot be recorded.
 
-        ``name`` and the shapes must fix what ``step`` does; ``label`` is for people. ``rounds``: how many have begun,
-        and how many are left.
+        The job's program, its models and the shapes must fix what ``step`` does.
         """
-        steps = len(plan.active)
+        steps, data = len(plan.active), (job.federation.x, job.federation.y)
         if not steps:
             return None
+        if isinstance(job.moment.stage, int):
+            self._rounds[job.moment.stage] = None
         width, capacity, ragged = plan.rows.shape[2], -(-steps // CAPACITY) * CAPACITY, plan.active[-1] < len(facts[0])
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((shared, facts, carry)))
-        kind = (name, shapes, width, capacity, bool(ragged))
-        ways = self._ways.setdefault(kind, ["recorded"])
-        self._uses[kind] += 1
-        if steps < MIN_RECORDED_STEPS and (steps == 1 or self._uses[kind] == 1):
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((job.shared, facts, carry)))
+        # steps read the data where they lie: other data are another kind
+        kind = (job.program, job.spec, tuple(map(id, data)), shapes, width, capacity, bool(ragged))
+        uses = self._forms.seen(kind)
+        if steps < MIN_RECORDED_STEPS and (steps == 1 or uses == 1):
             return None
-        if self._uses[kind] >= 3 and rounds[0] >= 3 and kind not in self._judged:  # how often it comes is known
-            self._judged.add(kind)
-            expected = self._uses[kind] * rounds[1] / rounds[0]  # more uses; asks of mixed cohorts are seldom alike
-            if ways and expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS:
-                self.kept.pop(kind, None)  # to be recorded anew
-                ways[:0] = [OWN, "compiled"] if own_kernels and self._has_kernels() else ["compiled"]
-        while ways:
-            made = self.kept.pop(kind, None)
-            try:
-                made = made or CapturedSteps(
-                    step, shared, facts, carry, self.data, self.pool, width, capacity,
-                    ragged=bool(ragged), compiled=ways[0] != "recorded", own_kernels=ways[0] == OWN,
-                )  # fmt: skip
-                after = made.run(plan, shared, facts, carry)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if made is not None and made.graphs:
-                    raise
-                self.notes.append(f"{label} cannot be {ways.pop(0)}: {_reason(error)}")
-                continue
-            self.kept[kind] = made
-            for oldest in list(self.kept)[:-KEPT]:
-                del self.kept[oldest]
-                self._ways[oldest] = ["recorded"]  # to compile it again would take longer than it saves
-            return after
-        return None
+        rounds = len(self._rounds)
+        if uses >= 3 and rounds >= 3 and kind not in self._pays:  # how often it comes is known
+            expected = uses * job.rounds_left / rounds  # more uses; asks of mixed cohorts are seldom alike
+            self._pays[kind] = expected * steps * len(facts[0]) >= MIN_COMPILED_STEPS
+            if self._pays[kind]:
+                self._forms.forget(kind)  # to be built anew
 
-    def _has_kernels(self) -> bool:
+        def captured(*, compiled: bool, own_kernels: bool) -> CapturedSteps:
+            made = CapturedSteps(
+                step, job.shared, facts, carry, data, self._pool, width, capacity,
+                ragged=bool(ragged), compiled=compiled, own_kernels=own_kernels,
+            )  # fmt: skip
+            made.prepare(len(plan.active))
+            return made
+
+        def ways() -> Iterator[Way]:
+            if self._pays.get(kind):
+                self._pays[kind] = False  # once: if it is dropped, compiling again would take longer than it saves
+                if own_kernels and self._has_kernels(data[0]):
+                    yield Way(OWN, partial(captured, compiled=True, own_kernels=True))
+                yield Way("compiled", partial(captured, compiled=True, own_kernels=False))
+            yield Way("recorded", partial(captured, compiled=False, own_kernels=False))
+
+        made = self._forms.get(kind, job.program.name, ways)
+        return None if made is None else made.run(plan, job.shared, facts, carry)
+
+    def clear(self) -> None:
+        """Forget all recorded steps."""
+        self._forms.clear()
+
+    def _has_kernels(self, x: Tensor) -> bool:
         """Whether kernels of our own may help on this device; a note if they cannot."""
-        device, dtype = self.data[0].device, self.data[0].dtype
-        if device.type != "cuda" or dtype != torch.float32:
+        if x.device.type != "cuda" or x.dtype != torch.float32:
             return False
-        missing = why_no_kernels(device)
+        missing = why_no_kernels(x.device)
         note = f"convolutions are the library's: {missing}"
-        if missing and note not in self.notes:
-            self.notes.append(note)
+        if missing and note not in self._notes:
+            self._notes.append(note)
         return not missing
 
 
@@ -201,15 +196,18 @@ class CapturedSteps:
             self._capture(steps)
         self.graphs[steps].replay()
 
+    def prepare(self, steps: int) -> None:
+        """Record what so many steps take; fails where they cannot be recorded."""
+        if not self.counter.is_cuda:
+            self._once(*self._everything)
+        for part in {self._bundle, 1} if steps % self._bundle else {self._bundle}:
+            if self.counter.is_cuda and part <= steps:
+                self._capture(part)
+
     def _capture(self, steps: int) -> None:
-        """Record ``_take``; two trial runs on a stream of their own let libraries make their choices first."""
+        """Record ``_take``."""
         if not self.graphs:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._once(*self._everything)
-            torch.cuda.current_stream().wait_stream(stream)
+            warm_up(lambda: self._once(*self._everything))
         with self.pool.recording() as graph:
             self._take(steps)
         self.graphs[steps] = graph
@@ -258,12 +256,6 @@ class CapturedSteps:
 
         vmap(step)(facts, carry, _batch(table, counter, facts[1], data))
         return found
-
-
-def _reason(error: Exception) -> str:
-    """In one line. The compiler's first line names no cause: it comes last, before its advice on variables to set."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("Set TORCH")]
-    return " ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
 
 
 def _batch(table: Tensor, counter: Tensor, keys: Tensor, data: tuple[Tensor, Tensor]) -> Batch:

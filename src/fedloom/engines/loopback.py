@@ -7,26 +7,24 @@ sequential engine's bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fedloom.core.contract import Program
-from fedloom.core.trees import ClientId, PerClient, Tree
+from fedloom.core.trees import PerClient
 from fedloom.core.wire import decode, encode
-from fedloom.engines.engine import AbstractEngine, Outcome
+from fedloom.engines.engine import AbstractLocalEngine
+from fedloom.engines.job import Job, Outcome
 from fedloom.engines.sequential import run_client
 
 
-class Loopback(AbstractEngine):
+class Loopback(AbstractLocalEngine):
     """One client after another, each behind the codec."""
 
     name = "loopback"
 
-    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractEngine.run_group``."""
-        device = self.federation.device
+    def run_group(self, job: Job) -> Outcome:
+        """As ``AbstractLocalEngine.run_group``."""
+        device = job.federation.device
         replies, memories = {}, {}
-        for client in clients:
-            arrived = decode(encode(shared), device), decode(encode(mine[client]), device)
-            reply, memories[client] = run_client(self, program, client, *arrived)
+        for client in job.clients:
+            arrived = decode(encode(job.shared), device), decode(encode(job.mine[client]), device)
+            reply, memories[client] = run_client(job, client, *arrived)
             replies[client] = decode(encode(reply), device)
         return Outcome(PerClient.of(replies), PerClient.of(memories))

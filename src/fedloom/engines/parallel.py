@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients side by side: the other engines, in processes with one operator thread each, on all cores of a CPU.
+"""Other engines side by side: parts of a group run in processes of one operator thread each, one per core.
 
-Which process runs a client, and how many there are, changes no bit of what it gives. What is asked of a client is
-prepared, checked and remembered by the parent as on every engine; a process only runs the client's program.
+How a group is divided depends on the group alone, never on the number of processes: no bit depends on it.
 """
 
 from __future__ import annotations
 
-import abc
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.func import vmap
 
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Batch, Program
+from fedloom.core.contract import Algorithm, Program
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
-from fedloom.engines.capture import Step
-from fedloom.engines.engine import AbstractEngine, Dropped, Outcome
-from fedloom.engines.memories import Memories
+from fedloom.engines.engine import AbstractLocalEngine, merged
+from fedloom.engines.job import Dropped, Job, Moment, Outcome
+from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
-from fedloom.engines.traced import Traces
-from fedloom.engines.vectorised import Facts, Vectorised
+from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import Lost, Workers, cores, possible
 
 EVEN = 4
@@ -41,175 +37,169 @@ PROGRAMS = 8
 """Programs that workers are kept for; one more, and they are forked anew."""
 
 
-class AbstractParallel(AbstractEngine):
-    """Another engine's ``run_group``, for parts of the group side by side."""
+class AbstractParallel(AbstractLocalEngine):
+    """Parts of a group, each run by an ``inner`` engine in a worker process."""
 
-    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
-        super().__init__(federation, algorithm, config, seed)
-        self.processes = cores()
+    inner: AbstractLocalEngine
+
+    def __init__(
+        self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed, machine)
+        self._processes = self.machine.workers or cores()
         self._workers: Workers | None = None
         self._programs: list[Program] = []
         self._worker_data: Federation | None = None
-        self._at_work = False
-        """Whether parts are being run, here or in a worker's copy, which are not divided again."""
 
-    @abc.abstractmethod
-    def part_size(self, clients: Sequence[ClientId]) -> int:
-        """The most clients in a part of this group; the same on every machine, and so are the bits that it gives."""
+    def part_size(self, job: Job) -> int:
+        """The most clients in a part of this group; it must not depend on the machine, as bits depend on it."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """The other engine's ``run_group``."""
+    def answer(self, job: Job) -> Iterable[Outcome]:
+        """As ``AbstractLocalEngine.answer``, with one operator thread.
 
-    def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
-        """As ``AbstractEngine.ask``, with one thread: parts that run here give the bits of a worker's, and threads that
-        wait for an operator would take cores from the workers."""
+        Parts that run here then give the bits of a worker's, and idle threads take no cores from the workers.
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return super().ask(program, shared, mine)
+            yield from super().answer(job)
         finally:
             torch.set_num_threads(before)
 
-    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractEngine.run_group``; where workers run, clients that fail are written down here."""
-        if self._at_work:
-            return self.run_part(program, clients, shared, mine)
-        number = -(-len(clients) // self.part_size(clients))
+    def run_group(self, job: Job) -> Outcome:
+        """As ``AbstractLocalEngine.run_group``."""
+        parts = self._divided(job)
+        if len(parts) == 1:
+            return self.inner.run_group(job)
+        workers = self._ready(job)
+        if workers:
+            outcomes = list(self._everywhere(workers, parts))
+        else:
+            outcomes = [outcome for part in parts for outcome in self.inner.attempt(part)]
+        self._take_notes(self.inner.notes)
+        return Outcome(
+            merged([group for outcome in outcomes for group in outcome.replies.groups], job.federation),
+            merged([group for outcome in outcomes for group in outcome.memories.groups], job.federation),
+            [one for outcome in outcomes for one in outcome.dropped],
+            {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()},
+        )
+
+    def _divided(self, job: Job) -> list[Job]:
+        clients = job.clients
+        number = -(-len(clients) // self.part_size(job))
         if number > EVEN:
             number = min(-(-number // EVEN) * EVEN, len(clients))
         # the larger parts first, or they would all be one worker's
         smaller, larger = divmod(len(clients), number)
         cuts = [smaller * i + min(i, larger) for i in range(number + 1)]
-        parts = [clients[start:stop] for start, stop in pairwise(cuts)]
-        workers = self._ready(program) if len(parts) > 1 else None
-        if workers:
-            outcomes = self._everywhere(workers, program, parts, shared, mine)
-        elif len(parts) > 1:
-            outcomes = self._here(program, parts, shared, mine)
-        else:
-            outcomes = iter([self.run_part(program, clients, shared, mine)])
-        replies: list[tuple[Sequence[ClientId], Tree]] = []
-        memories: list[tuple[Sequence[ClientId], Tree]] = []
-        for outcome in outcomes:
-            replies += outcome.replies.groups
-            memories += outcome.memories.groups
-        return Outcome(self._merge(replies), self._merge(memories))
+        return [job.of(clients[start:stop]) for start, stop in pairwise(cuts)]
 
-    def _here(
-        self, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
-    ) -> Iterator[Outcome]:
-        """The outcomes of the parts, run in this process as in a worker: a part that fails leaves the others alone."""
-        self._at_work = True
-        try:
-            for part in parts:
-                yield from self.attempt(program, list(part), shared, mine)
-        finally:
-            self._at_work = False
+    def _everywhere(self, workers: Workers, parts: Sequence[Job], *, again: bool = True) -> Iterator[Outcome]:
+        """The outcomes of the parts. Clients whose worker is lost are asked once more, one by one, then dropped."""
 
-    def _everywhere(
-        self, workers: Workers, program: Program, parts: Sequence[Sequence[ClientId]], shared: Tree, mine: PerClient
-    ) -> Iterator[Outcome]:
-        """The outcomes of the parts. A part whose worker is lost is tried again client by client, then given up."""
+        def prepare(part: Job) -> tuple[Any, Tree]:
+            clients, which = part.clients, self._programs.index(part.program)
+            memory = stack([part.memories[client] for client in clients])
+            note = (which, tuple(part.moment), clients, part.secret_noise)
+            return note, {"shared": part.shared, "mine": part.mine.pick(clients), "memory": memory}
 
-        def prepare(part: Sequence[ClientId]) -> tuple[Any, Tree]:
-            memory = stack([self.recall(client) for client in part])
-            note = (self._programs.index(program), self._stage, self._asks, tuple(part))
-            return note, {"shared": shared, "mine": mine.pick(part), "memory": memory}
-
-        again: list[Sequence[ClientId]] = []
+        lost: list[Job] = []
         for part, result in workers.run(parts, prepare):
             if not isinstance(result, Lost):
-                (members, dropped, notes), tree = result
-                self.books.dropped += [Dropped(*fields) for fields in dropped]
-                for text in notes:
-                    self._note(text)
-                yield _received(members, tree)
-            elif len(part) > 1:
-                again += [(client,) for client in part]
+                (members, dropped, seconds, notes), tree = result
+                self._take_notes(notes)
+                yield _received(members, tree, [Dropped(*fields) for fields in dropped], seconds)
+            elif again:
+                lost += [part.of([client]) for client in part.clients]
             else:
-                self.books.dropped.append(Dropped(part[0], program.name, result.why))
-        if again:
-            yield from self._everywhere(workers, program, again, shared, mine)
+                nothing = PerClient.empty(())
+                yield Outcome(nothing, nothing, [Dropped(part.clients[0], part.program.name, result.why)])
+        if lost:
+            yield from self._everywhere(workers, lost, again=False)
 
-    def _ready(self, program: Program) -> Workers | None:
+    def _take_notes(self, notes: Sequence[str]) -> None:
+        for text in notes:
+            self.note(text)
+
+    def _ready(self, job: Job) -> Workers | None:
         """Workers that know the program and the data; None where there cannot be any."""
-        if self.processes == 1 or not possible():
+        if self._processes == 1 or not possible():
             return None
-        known = program in self._programs and self._worker_data is self.federation
+        program = job.program
+        known = program in self._programs and self._worker_data is job.federation
         if self._workers is None or self._workers.closed or not known:
             if self._workers is not None:
                 self._workers.close()
             if program not in self._programs:
                 self._programs = [*self._programs[1 - PROGRAMS :], program]
-            self._worker_data = self.federation
+            self._worker_data = job.federation
             try:
                 # a weak reference: workers end when the engine is forgotten
-                self._workers = Workers(self.processes, partial(_work, weakref.ref(self)))
+                self._workers = Workers(self._processes, partial(_work, weakref.ref(self)))
             except OSError as error:
-                self.processes = 1
-                self.notes.append(f"clients run one after another, in this process: {error}")
+                self._processes = 1
+                self.note(f"clients run one after another, in this process: {error}")
                 return None
         return self._workers
 
+    def work(self, note: Any, tree: Tree) -> tuple[Any, Tree]:
+        """What a worker does with a part, in its own copy of the engine."""
+        which, moment, clients, secret_noise = note
+        self.machine.take_over(self.federation.device)
+        remembered = PerClient([(clients, tree["memory"])])
+        assert self._worker_data is not None
+        job = Job(
+            self._programs[which], clients, tree["shared"], PerClient([(clients, tree["mine"])]),
+            {client: remembered[client] for client in clients}, self._worker_data, self.config, Moment(*moment),
+            secret_noise=secret_noise,
+        )  # fmt: skip
+        self.inner.notes.clear()
+        outcomes = list(self.inner.attempt(job))
+        members, stacks = _sent(outcomes)
+        dropped = [tuple(one) for outcome in outcomes for one in outcome.dropped]
+        seconds = {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()}
+        return (members, dropped, seconds, self.inner.notes), stacks
+
 
 def _work(owner: weakref.ref[AbstractParallel], note: Any, tree: Tree) -> tuple[Any, Tree]:
-    """What a worker does with a part, in its own copy of the engine."""
     engine = owner()
     assert engine is not None
-    which, stage, asks, part = note
-    engine._at_work = True
-    engine.begin(stage)
-    remembered = PerClient([(part, tree["memory"])])
-    engine.memory = Memories({client: remembered[client] for client in part})
-    engine._asks, engine.notes = asks, []
-    mine = PerClient([(part, tree["mine"])])
-    outcomes = engine.attempt(engine._programs[which], list(part), tree["shared"], mine)
-    members, stacks = _sent(outcomes)
-    return (members, [tuple(dropped) for dropped in engine.books.dropped], engine.notes), stacks
+    return engine.work(note, tree)
 
 
-class Parallel(AbstractParallel, Sequential):
+class Parallel(AbstractParallel):
     """One client at a time on every core; the bits are those of ``sequential`` with one operator thread."""
 
     name = "parallel"
 
-    def part_size(self, clients: Sequence[ClientId]) -> int:
+    def __init__(
+        self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed, machine)
+        self.inner = Sequential(federation, algorithm, config, seed, machine)
+
+    def part_size(self, job: Job) -> int:
         """As ``AbstractParallel.part_size``."""
         return 1
 
-    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractParallel.run_part``."""
-        return Sequential.run_group(self, program, clients, shared, mine)
 
-
-class ParallelVectorised(AbstractParallel, Vectorised):
+class ParallelVectorised(AbstractParallel):
     """One batched part of the cohort at a time on every core, small enough to stay in a core's cache."""
 
     name = "parallel_vectorised"
 
-    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
-        super().__init__(federation, algorithm, config, seed)
-        self._traces = Traces()
-        self._step_of: Hashable = None
+    def __init__(
+        self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed, machine)
+        self.inner = Vectorised(federation, algorithm, config, seed, machine, traced=True)
 
-    def part_size(self, clients: Sequence[ClientId]) -> int:
+    def part_size(self, job: Job) -> int:
         """As ``AbstractParallel.part_size``: as many as have room in a cache, of small models not too many."""
-        one = max(1, self.federation.roster[clients[0]].model.size * self.federation.dtype.itemsize)
+        clients, federation = job.clients, job.federation
+        one = max(1, federation.roster[clients[0]].model.size * federation.dtype.itemsize)
         return max(FEW, min(PART_BYTES // one, MANY, max(SEVERAL, -(-len(clients) // EVEN))))
-
-    def run_part(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractParallel.run_part``."""
-        self._step_of = (program, self.federation.roster[clients[0]].model.spec)
-        return Vectorised.run_group(self, program, clients, shared, mine)
-
-    def batched(self, step: Step, shared: Tree, facts: Facts, carry: Any, batches: Iterable[Batch]) -> Any:
-        """As ``Vectorised.batched``, traced when there is enough of it."""
-
-        def stepped(fixed: tuple[Tree, Facts], carry: Any, batch: Batch) -> Any:
-            return vmap(partial(step, fixed[0]))(fixed[1], carry, Batch(*batch))
-
-        return self._traces.steps(self._step_of, stepped, (shared, facts), carry, batches)
 
 
 def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:
@@ -221,10 +211,12 @@ def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, .
     return members, stacks
 
 
-def _received(members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree) -> Outcome:
+def _received(
+    members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree, dropped: list[Dropped], seconds: dict[ClientId, float]
+) -> Outcome:
     """What ``_sent`` was given, as one outcome."""
     found = {
         kind: PerClient((clients, stacks.get(kind, {}).get(str(i), {})) for i, clients in enumerate(groups))
         for kind, groups in members.items()
     }
-    return Outcome(found["replies"], found["memories"])
+    return Outcome(found["replies"], found["memories"], dropped, seconds)

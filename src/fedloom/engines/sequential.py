@@ -3,41 +3,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Batch, Program
+from fedloom.core.contract import Algorithm, Batch
 from fedloom.core.random import fold
 from fedloom.core.trees import ClientId, PerClient, Tree, signature
-from fedloom.engines.engine import AbstractEngine, ClientFault, Outcome
+from fedloom.engines.engine import AbstractLocalEngine
+from fedloom.engines.job import ClientFault, Job, Outcome
+from fedloom.engines.machine import Machine
 from fedloom.engines.traced import Traces
 
 Steps = Callable[[Callable[..., Any], Any, Any, Iterable[Batch]], Any]
 """(step, fixed, carry, batches) -> the carry after ``carry = step(fixed, carry, batch)`` for each of the batches."""
 
 
-class Sequential(AbstractEngine):
+class Sequential(AbstractLocalEngine):
     """One client after another, one step after another; on a CPU steps are traced when there are enough of them."""
 
     name = "sequential"
 
-    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
-        super().__init__(federation, algorithm, config, seed)
+    def __init__(
+        self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed, machine)
         self._single_steps = Traces(single=True)
 
-    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractEngine.run_group``."""
-        kind = (program, self.federation.roster[clients[0]].model.spec)
-        traced = self.federation.device.type == "cpu"
+    def run_group(self, job: Job) -> Outcome:
+        """As ``AbstractLocalEngine.run_group``."""
+        kind = (job.program, job.spec)
+        traced = job.federation.device.type == "cpu"
         steps = partial(self._single_steps.steps, kind) if traced else one_by_one
-        replies, memories = {}, {}
-        for client in clients:
-            replies[client], memories[client] = run_client(self, program, client, shared, mine[client], steps)
-        return Outcome(PerClient.of(replies), PerClient.of(memories))
+        replies, memories, seconds = {}, {}, {}
+        for client in job.clients:
+            start = time.perf_counter()
+            replies[client], memories[client] = run_client(job, client, job.shared, job.mine[client], steps)
+            seconds[client] = time.perf_counter() - start
+        # a GPU is still at work when the host is done
+        return Outcome(PerClient.of(replies), PerClient.of(memories), seconds=seconds if traced else {})
 
 
 def one_by_one(step: Callable[..., Any], fixed: Any, carry: Any, batches: Iterable[Batch]) -> Any:
@@ -47,15 +55,13 @@ def one_by_one(step: Callable[..., Any], fixed: Any, carry: Any, batches: Iterab
     return carry
 
 
-def run_client(
-    engine: AbstractEngine, program: Program, client: ClientId, shared: Tree, mine: Tree, steps: Steps = one_by_one
-) -> tuple[Tree, Tree]:
+def run_client(job: Job, client: ClientId, shared: Tree, mine: Tree, steps: Steps = one_by_one) -> tuple[Tree, Tree]:
     """What the client itself would do on a machine of its own: its reply and its new memory."""
-    data, device = engine.federation, engine.federation.device
-    memory, facts = engine.recall(client), (engine.num_samples([client])[0], engine.keys([client])[0])
-    home = engine.home(client, *facts, program.guest)
+    data, device, program = job.federation, job.federation.device, job.program
+    memory, facts = job.memories[client], (job.num_samples([client])[0], job.keys([client])[0])
+    home = job.home(client, *facts)
     carry = _stage("init", mine, [], program.init, home, shared, mine, memory)
-    plan = engine.schedule(program, client)
+    plan = job.schedule(client)
     numbers, epochs = torch.arange(len(plan.rows), device=device), torch.tensor(plan.epochs, device=device)
     keys = fold(facts[1], numbers)
     last: list[Batch] = []
@@ -70,8 +76,7 @@ def run_client(
 
     def step(fixed: Any, carry: Any, batch: Batch) -> Any:
         shared, (num_samples, key) = fixed
-        home = engine.home(client, num_samples, key, program.guest)
-        return program.step(home, shared, carry, Batch(*batch))
+        return program.step(job.home(client, num_samples, key), shared, carry, Batch(*batch))
 
     carry = _stage("step", mine, last, steps, step, (shared, facts), carry, batches())
     reply, memory = _stage("final", mine, [], program.final, home, shared, carry, memory)

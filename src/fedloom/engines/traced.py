@@ -137,7 +137,8 @@ def _shaped_by_values(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
         return False
     if target is aten.index.Tensor:
-        return any(at.meta["val"].dtype in (torch.bool, torch.uint8) for at in node.all_input_nodes)
+        places = [at for at in node.args[1] if isinstance(at, fx.Node)]  # type: ignore[union-attr]
+        return any(at.meta["val"].dtype in (torch.bool, torch.uint8) for at in places)
     return True
 
 
@@ -150,9 +151,6 @@ def _tidy(graph: fx.GraphModule, flat: list[Tensor], moving: range) -> None:
     _part_results(graph, carry)
     if pure:
         _write_in_place(graph, carry, values)
-        graph.graph.eliminate_dead_code()
-        _rectify_in_place(graph, values)
-        _call_directly(graph, values)
     graph.graph.eliminate_dead_code()
     graph.recompile()
 
@@ -255,40 +253,3 @@ def _write_in_place(graph: fx.GraphModule, carry: list[fx.Node], values: dict[fx
         if alone and _form(values[place]) == _form(values[result]) and all(order[r] < order[result] for r in readers):
             result.target = torch.add
             result.kwargs = {**result.kwargs, "out": place}
-
-
-def _rectify_in_place(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
-    """Have rectifiers and their gradients be written over what they are taken of, where nothing else reads that."""
-    owners = Counter(_memory(value) for value in values.values() if isinstance(value, Tensor))
-    for node in graph.graph.nodes:
-        if node.target not in (aten.relu.default, aten.threshold_backward.default):
-            continue
-        taken = node.args[0]
-        alone = taken.op == "call_function" and owners[_memory(values[taken])] == len(taken.users) == 1
-        if alone and _form(values[taken]) == _form(values[node]):
-            if node.target is aten.relu.default:
-                node.target = torch.relu_
-            else:
-                node.target, node.kwargs = aten.threshold_backward.grad_input, {"grad_input": taken}
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
-
-
-def _call_directly(graph: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
-    """Call operators as a user does where that gives the same: by way of ``torch.ops`` a call takes twice as long."""
-    for node in graph.graph.nodes:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not isinstance(values.get(node), Tensor):
-            continue
-        name = target._schema.name.removeprefix("aten::")
-        arguments, options = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        for kind, call in (("call_function", getattr(torch, name, None)), ("call_method", getattr(Tensor, name, None))):
-            try:
-                value = call(*arguments, **options) if call else None
-            except (RuntimeError, TypeError):
-                continue
-            if isinstance(value, Tensor) and _form(value) == _form(values[node]) and torch.equal(value, values[node]):
-                node.op, node.target = kind, call if kind == "call_function" else name
-                break

@@ -8,7 +8,7 @@ clients still at work cost and none is masked away. Batches that are not full ar
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,37 +20,58 @@ from torch.utils import _pytree as pytree
 
 from fedloom.clients.batching import PaddedSchedule
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Batch, Home, Program
+from fedloom.core.contract import Algorithm, Batch, Home
 from fedloom.core.random import fold
-from fedloom.core.trees import ClientId, PerClient, Tree, stack
+from fedloom.core.trees import PerClient, Tree, stack
 from fedloom.engines.capture import Recordings, Step
-from fedloom.engines.engine import AbstractEngine, Outcome
+from fedloom.engines.engine import AbstractLocalEngine
+from fedloom.engines.graphs import Replayer
+from fedloom.engines.job import Job, Outcome
+from fedloom.engines.machine import Machine
+from fedloom.engines.traced import Traces
 
 Facts = tuple[Tensor, Tensor]
 """The numbers of samples and the keys of a group."""
 
 
-class Vectorised(AbstractEngine):
-    """All clients of an architecture in one batched operation after another."""
+class Vectorised(AbstractLocalEngine):
+    """All clients of an architecture in one batched operation after another.
+
+    On a GPU steps and the server's own functions are recorded as graphs; on a CPU steps can be ``traced``.
+    """
 
     name = "vectorised"
-    own_kernels = True
-    """Whether compiled steps on a GPU may have convolutions by kernels of our own."""
 
-    def __init__(self, federation: Federation, algorithm: Algorithm, config: Any, seed: int) -> None:
-        super().__init__(federation, algorithm, config, seed)
-        self._recordings = Recordings((federation.x, federation.y), self.notes, self.replay.pool)
+    def __init__(
+        self,
+        federation: Federation,
+        algorithm: Algorithm,
+        config: Any,
+        seed: int,
+        machine: Machine | None = None,
+        *,
+        traced: bool = False,
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed, machine)
+        self._replayer = Replayer(self.notes)
+        self._recordings = Recordings(self.notes, self._replayer.pool)
+        self._traces = Traces() if traced else None
 
-    def run_group(self, program: Program, clients: Sequence[ClientId], shared: Tree, mine: PerClient) -> Outcome:
-        """As ``AbstractEngine.run_group``."""
-        schedules = {client: self.schedule(program, client) for client in clients}
-        clients = sorted(clients, key=lambda client: -len(schedules[client].rows))
+    def replay(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As ``AbstractEngine.replay``: on a GPU, recorded as a graph when it comes again."""
+        return self._replayer(name, function, *arguments)
+
+    def run_group(self, job: Job) -> Outcome:
+        """As ``AbstractLocalEngine.run_group``."""
+        program = job.program
+        schedules = {client: job.schedule(client) for client in job.clients}
+        clients = sorted(job.clients, key=lambda client: -len(schedules[client].rows))
         plan = PaddedSchedule.of([schedules[client] for client in clients])
-        facts = (self.num_samples(clients), self.keys(clients))
-        own, memory = mine.pick(clients), stack([self.recall(client) for client in clients])
+        facts = (job.num_samples(clients), job.keys(clients))
+        own, memory = job.mine.pick(clients), stack([job.memories[client] for client in clients])
 
         def home(facts: Facts) -> Home:
-            return self.home(clients[0], *facts, program.guest)
+            return job.home(clients[0], *facts)
 
         def init(shared: Tree, facts: Facts, own: Tree, memory: Tree) -> Any:
             return vmap(lambda facts, own, memory: program.init(home(facts), shared, own, memory))(facts, own, memory)
@@ -61,50 +82,46 @@ class Vectorised(AbstractEngine):
         def final(shared: Tree, facts: Facts, carry: Any, memory: Tree) -> Any:
             return vmap(lambda f, carry, memory: program.final(home(f), shared, carry, memory))(facts, carry, memory)
 
-        kind = (program, self.federation.roster[clients[0]].model.spec)
-        carry = self.replay(("init", kind), init, shared, facts, own, memory)
-        carry = self._all_steps(kind, plan, step, shared, facts, carry)
-        reply, after = self.replay(("final", kind), final, shared, facts, carry, memory)
-        return Outcome(PerClient([(clients, reply)]), PerClient([(clients, after)]))
+        kind = (program, job.spec)
+        carry = self.replay(("init", kind), init, job.shared, facts, own, memory)
+        after = None
+        if job.federation.device.type == "cuda":
+            after = self._recordings.run(job, plan, step, facts, carry, self.machine.own_kernels)
+        carry = self._steps(job, plan, step, facts, carry) if after is None else after
+        reply, kept = self.replay(("final", kind), final, job.shared, facts, carry, memory)
+        return Outcome(PerClient([(clients, reply)]), PerClient([(clients, kept)]))
 
     def free_memory(self) -> bool:
         """Forget the recorded steps, and what is left of failed ones, which may hold on to itself."""
         if self.federation.device.type != "cuda":
             return False
-        self._recordings.kept.clear()
-        for replay in self.replays:
-            replay.kept.clear()
+        self._recordings.clear()
+        self._replayer.clear()
         gc.collect()
         torch.cuda.empty_cache()
         return True
 
-    def _all_steps(
-        self, kind: tuple[Program, Hashable], plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any
-    ) -> Any:
-        """Every step of every client: replayed from a graph where that is possible and pays, else one by one."""
-        if self.federation.device.type == "cuda":
-            rounds, own = (self.rounds_begun, self.rounds_left), self.own_kernels
-            after = self._recordings.run(kind[0].name, kind, plan, step, shared, facts, carry, rounds, own)
-            if after is not None:
-                return after
-        return self._steps(plan, step, shared, facts, carry)
-
-    def batched(self, step: Step, shared: Tree, facts: Facts, carry: Any, batches: Iterable[Batch]) -> Any:
+    def _batched(self, job: Job, step: Step, facts: Facts, carry: Any, batches: Iterable[Batch]) -> Any:
         """The steps of clients that all have these batches: the carry at the end."""
-        stepped = vmap(partial(step, shared))
+
+        def stepped(fixed: tuple[Tree, Facts], carry: Any, batch: Batch) -> Any:
+            return vmap(partial(step, fixed[0]))(fixed[1], carry, Batch(*batch))
+
+        if self._traces:
+            return self._traces.steps((job.program, job.spec), stepped, (job.shared, facts), carry, batches)
         for batch in batches:
-            carry = stepped(facts, carry, batch)
+            carry = stepped((job.shared, facts), carry, batch)
         return carry
 
-    def _steps(self, plan: PaddedSchedule, step: Step, shared: Tree, facts: Facts, carry: Any) -> Any:
+    def _steps(self, job: Job, plan: PaddedSchedule, step: Step, facts: Facts, carry: Any) -> Any:
         """Step by step; the carries of clients that are done are set aside."""
-        device = self.federation.device
+        data, device = job.federation, job.federation.device
         rows, sizes = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.sizes).to(device)
         real = torch.arange(rows.shape[2], device=device) < sizes[:, :, None]
         epochs = torch.from_numpy(plan.epochs).to(device)
         numbers = torch.arange(len(rows), device=device)[:, None].expand_as(epochs)
         keys = fold(facts[1], numbers)
-        y = _gather(self.federation.y, rows)
+        y = _gather(data.y, rows)
         widths = plan.sizes.max(1, initial=0).tolist()
 
         def batches(start: int, stop: int, active: int) -> Iterator[Batch]:
@@ -113,7 +130,7 @@ class Vectorised(AbstractEngine):
             for width, own in zip(widths[start:stop], parts):
                 if width < rows.shape[2]:
                     own = (*(whole[:, :width] for whole in own[:3]), *own[3:])
-                yield Batch(_gather(self.federation.x, own[0]), *own[1:])
+                yield Batch(_gather(data.x, own[0]), *own[1:])
 
         done: list[Any] = []
         start, working = 0, len(facts[0])
@@ -122,7 +139,7 @@ class Vectorised(AbstractEngine):
                 done.append(_rows(carry, active, working))
                 carry, facts, working = _rows(carry, 0, active), _rows(facts, 0, active), active
             stop = start + len(list(steps))
-            carry = self.batched(step, shared, facts, carry, batches(start, stop, active))
+            carry = self._batched(job, step, facts, carry, batches(start, stop, active))
             start = stop
         done.append(carry)
         return pytree.tree_map(lambda *parts: torch.cat(parts), *reversed(done)) if len(done) > 1 else carry

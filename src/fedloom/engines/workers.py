@@ -121,10 +121,17 @@ class Workers:
     def _fork(self) -> _Worker:
         here, there = Pipe()
         inbox, outboxes = _Region(), (_Region(), _Region())
-        with warnings.catch_warnings():
-            # of threads in this process, which a worker does without: it runs torch with one thread and prints nothing
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
+        # a child that Ctrl-C meets before it can ignore it would go on as its parent's double
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with warnings.catch_warnings():
+                # of threads in this process, which a worker does without: it runs torch with one, and prints nothing
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process = os.fork()
+            if process == 0:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if process == 0:
             for other in self._crew:
                 other.connection.close()
@@ -218,7 +225,6 @@ def _serve(connection: Connection, inbox: _Region, outboxes: Sequence[_Region], 
     status = 1
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.freeze()  # what the parent made is not ours to collect, and looking at it would copy its pages
         torch.set_num_threads(1)

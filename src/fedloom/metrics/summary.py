@@ -11,16 +11,26 @@ The parts of a name: whose model (``deployed``: what each client would use; ``gl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fedloom.core.task import Task
-from fedloom.metrics.evaluation import Score
+from fedloom.programs.evaluation import Score
 
 
-def summarise(
-    scores: Mapping[str, Score], task: Task, clients: str, split: str, model: str = "deployed"
-) -> dict[str, float]:
+class Group(NamedTuple):
+    """Whose model, which clients, which split: what a set of scores is of."""
+
+    model: Literal["deployed", "plain", "global"]
+    clients: Literal["participants", "unseen"]
+    split: str
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.clients}/{self.split}"
+
+
+def summarise(scores: Mapping[str, Score], task: Task, group: Group) -> dict[str, float]:
     """The named numbers of a set of scores; none for no scores."""
     if not scores:
         return {}
@@ -28,13 +38,12 @@ def summarise(
     weights = np.array([score.samples for score in scores.values()], dtype=float)
     ranked = np.sort(values) if task.higher_is_better else np.sort(values)[::-1]
     tenth = max(1, len(values) // 10)
-    stem = f"{model}/{clients}/{split}"
-    name = f"{stem}/{task.metric_name}"
+    name = f"{group}/{task.metric_name}"
     return {
         name: float(values.mean()),
         f"{name}_pooled": float(values @ weights / weights.sum()),
         f"{name}_std": float(values.std()),
         f"{name}_worst10": float(ranked[:tenth].mean()),
         f"{name}_best10": float(ranked[-tenth:].mean()),
-        f"{stem}/loss": float(np.mean([score.loss for score in scores.values()])),
+        f"{group}/loss": float(np.mean([score.loss for score in scores.values()])),
     }

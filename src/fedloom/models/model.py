@@ -13,8 +13,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +47,21 @@ class Model:
         self.spec = spec
         self.device, self.dtype = torch.device(device), dtype
         self.training_dtype = training_dtype or dtype
-        self.num_outputs = spec.num_outputs
+        self.input_shape, self.num_outputs = spec.input_shape, spec.num_outputs
         module = _seeded_build(spec, 0)
         _check_parameters(spec, module)
         module = module.to(self.device, dtype)
         self._eval, self._train = copy.deepcopy(module).eval(), module.train()
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in trained.items()}
-        self.head = _head(module)
+        self._head_layer, self.head = _head(module)
+        self.norm = frozenset(
+            f"{layer}.{name}"
+            for layer, one in module.named_modules()
+            if isinstance(one, _NORMS)
+            for name, _ in one.named_parameters(recurse=False)
+            if f"{layer}.{name}" in self.shapes
+        )
         # parameters that the module's author froze are constants, and go where buffers go
         constant = [
             *self._eval.named_buffers(),
@@ -63,6 +70,7 @@ class Model:
         self._buffers = {n: b.detach().clone() for n, b in constant}
         self._frozen = frozenset(n for n, _ in module.named_parameters() if n not in trained)
         self._special = self._probe()
+        self._cut = self._find_cut()
         self._channels_last = self._takes_channels_last()
 
     def init(self, seed: int) -> dict[str, Tensor]:
@@ -75,6 +83,83 @@ class Model:
     def train(
         self, params: Params, buffers: Tree, x: Tensor, mask: Tensor, key: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._trained(functional_call, params, buffers, x, mask, key)
+
+    def features(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
+        return self._until_head(self._eval, (dict(params), dict(buffers)), (self._arranged(x),))
+
+    def train_features(
+        self, params: Params, buffers: Tree, x: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._trained(self._until_head, params, buffers, x, mask, key)
+
+    def classify(self, params: Params, z: Tensor) -> Tensor:
+        layer = self._eval.get_submodule(self._head_layer)
+        if self._cut.is_last:
+            own = {name.removeprefix(f"{self._head_layer}."): value for name, value in params.items()}
+            inside = {name: own[name] for name, _ in layer.named_parameters() if name in own}
+            outputs: Tensor = functional_call(layer, inside, (z,))
+            return outputs
+        # what follows the head is only known as the rest of the forward pass
+        x = torch.zeros(len(z), *self.spec.input_shape, dtype=z.dtype, device=z.device)
+        hook = layer.register_forward_pre_hook(lambda layer, inputs: (z,))
+        try:
+            outputs = functional_call(self._eval, (dict(params), self._buffers), (x,))
+        finally:
+            hook.remove()
+        return outputs
+
+    @property
+    def feature_shape(self) -> tuple[int, ...] | None:
+        return self._cut.shape
+
+    @property
+    def has_linear_head(self) -> bool:
+        return self._cut.is_last and isinstance(self._eval.get_submodule(self._head_layer), nn.Linear)
+
+    def _find_cut(self) -> _Cut:
+        """Where the head begins, found by a forward pass."""
+        inputs: list[Any] = []
+        results: list[Any] = []
+        layer = self._eval.get_submodule(self._head_layer)
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, given: inputs.append(given)),
+            layer.register_forward_hook(lambda layer, given, result: results.append(result)),
+        ]
+        try:
+            x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.dtype)
+            with torch.no_grad():
+                outputs = functional_call(self._eval, self.fresh_buffers(), (x,))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        one = len(inputs) == 1 and len(inputs[0]) == 1 and isinstance(inputs[0][0], Tensor) and len(inputs[0][0]) == 2
+        return _Cut(tuple(inputs[0][0].shape[1:]), results[0] is outputs) if one else _Cut(None, False)
+
+    def _until_head(self, module: nn.Module, state: Any, x: tuple[Tensor]) -> Tensor:
+        """What the head gets. The forward pass ends there."""
+
+        def stop(layer: nn.Module, inputs: tuple[Tensor, ...]) -> NoReturn:
+            raise _Reached(inputs[0])
+
+        hook = module.get_submodule(self._head_layer).register_forward_pre_hook(stop)
+        try:
+            functional_call(module, state, x)
+        except _Reached as reached:
+            return reached.features
+        finally:
+            hook.remove()
+        raise ConfigError(f"{self.spec}: the forward pass does not call its output layer, {self._head_layer}.")
+
+    def _trained(
+        self,
+        call: Callable[[nn.Module, Any, tuple[Tensor]], Tensor],
+        params: Params,
+        buffers: Tree,
+        x: Tensor,
+        mask: Tensor,
+        key: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         # the call updates the buffers in place, or puts new ones into this dict
         state: dict[str, Tensor] = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
         kept = [name for name in buffers if name not in self._frozen]
@@ -83,7 +168,7 @@ class Model:
             state |= {n: v.to(self.training_dtype) for n, v in state.items() if n not in kept}
             x = x.to(self.training_dtype)
         with _Replaced(mask, key) if self._special else nullcontext():
-            outputs: Tensor = functional_call(self._train, state, (self._arranged(x),))
+            outputs = call(self._train, state, (self._arranged(x),))
         return outputs.to(self.dtype), {**buffers, **{name: state[name] for name in kept}}
 
     def __call__(self, params: Params, buffers: Tree, x: Tensor) -> Tensor:
@@ -162,6 +247,32 @@ class Model:
         return called
 
 
+@cache  # building a network takes time, and methods ask for theirs in every round
+def network(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Model:
+    """A network of a method's own; one object for equal ones."""
+    return Model(spec, device, dtype)
+
+
+class _Cut(NamedTuple):
+    """Where a network's head begins."""
+
+    shape: tuple[int, ...] | None
+    """Of what the head gets for a sample; None for a head that is not called once, with one tensor."""
+    is_last: bool
+    """What the head gives is the network's output."""
+
+
+class _Reached(Exception):
+    """The forward pass has come to the head."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = features
+
+
+_NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm)
+
+
 def channels_last(x: Tensor) -> Tensor:
     """``x`` laid out with its channels last. ``contiguous`` would leave one channel as it is, and all that follows."""
     return x.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
@@ -199,8 +310,8 @@ def _draws(what: str) -> str:
     )
 
 
-def _head(module: nn.Module) -> frozenset[str]:
-    """The parameters of the layer that the class names as ``head``, else of the last layer that has any."""
+def _head(module: nn.Module) -> tuple[str, frozenset[str]]:
+    """The layer that the class names as ``head``, else the last one with parameters; and its parameters."""
     layer = getattr(type(module), "head", None)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     if not isinstance(layer, str):
@@ -208,7 +319,7 @@ def _head(module: nn.Module) -> frozenset[str]:
     names = frozenset(n for n in trained if n.startswith(f"{layer}.") or not layer)
     if not names:
         raise ConfigError(f"{type(module).__name__}.head is {layer!r}, which names no layer with parameters.")
-    return names
+    return layer, names
 
 
 class _Replaced(TorchFunctionMode):

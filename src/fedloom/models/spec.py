@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for target networks: ``lenet``, ``lenet:kernels=8``, ``mlp:hidden=128x64``, ``package.module:Class:width=3``.
 
-Networks of fedloom's own are found by scanning ``zoo/``; any ``nn.Module`` is named by its import path. A class is
-called with ``input_shape`` and ``num_outputs``, if it takes them, and the options of the name.
+Networks of fedloom's own are found by scanning ``zoo/``; any ``nn.Module`` class is named by its import path, and
+nothing but such a class is ever called: with ``input_shape`` and ``num_outputs``, if it takes them, and the options of
+the name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.trust import PACKAGE, import_path, is_own, path_in
 from fedloom.models import zoo
 
 
@@ -36,12 +38,7 @@ class ModelSpec:
     def build(self) -> nn.Module:
         """The module, initialised by the global generator of torch."""
         network = network_class(self.name)
-        try:
-            signature = inspect.signature(network)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"{self.name} is a {type(network).__name__}; --model needs a torch.nn.Module class."
-            ) from None
+        signature = inspect.signature(network)
         wanted = signature.parameters
         given = {"input_shape": self.input_shape, "num_outputs": self.num_outputs}
         given = {name: value for name, value in given.items() if _takes(wanted, name)}
@@ -53,20 +50,16 @@ class ModelSpec:
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(f"{self}: {error}; give it as an option, as in {self.name}:option=value.") from None
-        module = network(**arguments)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"{self.name} gives a {type(module).__name__}; --model needs a torch.nn.Module class.")
-        return module
+        return network(**arguments)
 
 
 def parse(text: str, input_shape: tuple[int, ...], num_outputs: int) -> ModelSpec:
     """The spec that ``text`` names, checked for existence."""
-    name, *rest = text.strip().split(":")
-    if rest and "=" not in rest[0]:
-        name = f"{name}:{rest.pop(0)}"
+    text = text.strip()
+    name = path_in(text) or text.partition(":")[0]
     network_class(name)
     options: dict[str, Any] = {}
-    for part in rest:
+    for part in text.removeprefix(name).split(":")[1:]:
         key, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"--model {text}: {part!r} is not of the form option=value. Write e.g. lenet:kernels=8.")
@@ -92,26 +85,19 @@ def networks() -> Mapping[str, type[nn.Module]]:
     return dict(sorted(found.items()))
 
 
-def network_class(name: str) -> Any:
-    """The class (or function) that builds the network of that name."""
+def network_class(name: str) -> type[nn.Module]:
+    """The class of the network of that name."""
     if ":" not in name:
         if name not in networks():
             raise unknown("model", name, networks())
         return networks()[name]
-    return import_path(name, "--model")
-
-
-def import_path(path: str, what: str) -> Any:
-    """The object at ``package.module:Name``."""
-    module, _, attribute = path.partition(":")
-    if not module or module.startswith("."):
-        raise ConfigError(f"{what} {path}: {module!r} is no module's full name. Write package.module:Name.")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise ConfigError(f"{what} {path}: cannot import {module!r} ({error}). Check the path or install it.") from None
-    except AttributeError:
-        raise ConfigError(f"{what} {path}: {module!r} has no {attribute!r}. Check the name after the colon.") from None
+    found = import_path(name, "--model")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(f"--model {name} is {what}; expected a subclass of torch.nn.Module.")
+    if is_own(name) and not found.__module__.startswith(f"{PACKAGE}."):
+        raise ConfigError(f"--model {name} is not fedloom's; write {found.__module__}:{found.__name__}.")
+    return found
 
 
 def _takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:

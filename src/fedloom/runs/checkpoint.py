@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from fedloom.core.trees import ClientId, Tree
 
-FORMAT = 1
+FORMAT = 2
 STATE, MEMORY, META = "state.safetensors", "memory.safetensors", "meta.json"
 
 

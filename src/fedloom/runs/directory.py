@@ -3,17 +3,26 @@
 
     RUN/
       config.yaml          the resolved config: the file that repeats the run
+      roster.json          who the clients are, and the form of their samples
       environment.json     what it ran on
       metrics.jsonl        one JSON object per line and round
+      scores.jsonl         one JSON object per line and evaluation: every client's score
+      embeddings.jsonl     likewise, for methods with embeddings: what each client's model is woven from
+      estimates.jsonl      likewise, for adapted methods: what unseen clients found out of their label shares
       checkpoints/round-000012/{state.safetensors, memory.safetensors, meta.json}
       summary.json         written at the end, or when interrupted; gone while a run is resumed
       lock                 held while a process works on it
 
-Whoever writes holds ``lock()``; readers need no lock, and never see half a file.
+Whoever writes holds ``lock()``; readers need no lock, and never see half a file. A run directory needs nothing but
+itself to hand its models on: only evaluating and resuming take the data.
+
+Checkpoints say which config, roster and data they were made with (``digests``). What was changed since is refused,
+unless the caller forces it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,11 +36,18 @@ from fedloom.core.errors import RunError
 from fedloom.runs import files
 from fedloom.runs.checkpoint import FORMAT, MEMORY, META, STATE, Checkpoint, digest, pack, unpack
 from fedloom.runs.lock import LOCK, locked
+from fedloom.runs.roster import Roster
 
 if TYPE_CHECKING:
     from fedloom.core.trees import ClientId, Tree
 
-CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.yaml", "environment.json", "metrics.jsonl", "summary.json"
+CONFIG, ROSTER, ENVIRONMENT = "config.yaml", "roster.json", "environment.json"
+METRICS, SCORES, SUMMARY = "metrics.jsonl", "scores.jsonl", "summary.json"
+EMBEDDINGS, ESTIMATES = "embeddings.jsonl", "estimates.jsonl"
+APPENDED = (METRICS, SCORES, EMBEDDINGS, ESTIMATES)
+"""Files to which a line is added at a time."""
+MAY_CHANGE = ("rounds", "keep", "tracker")
+"""Options that say nothing of what was computed so far."""
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
@@ -67,12 +83,60 @@ class RunDirectory:
                 f"{path} is not a run directory: {held if inner else f'it has no {CONFIG}; give the --out of a run.'}"
             )
         try:
-            config = yaml.safe_load(file.read_bytes())
+            config = yaml.safe_load(files.read_file(file))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RunError(f"Cannot read {file}: it is damaged or not readable; restore it.") from error
         if not isinstance(config, dict):
             raise RunError(f"{file} holds no mapping of options to values; restore it.")
         return cls(Path(path), config)
+
+    def write_roster(self, roster: Roster) -> None:
+        """Keep who the clients are."""
+        files.write_file(self.path / ROSTER, files.to_json(roster.as_json()))
+
+    def has_roster(self) -> bool:
+        """Whether it is written down who the clients are."""
+        return (self.path / ROSTER).is_file()
+
+    def roster(self) -> Roster:
+        """Who the clients are."""
+        found = _json_if_there(self.path / ROSTER)
+        if found is None:
+            raise RunError(
+                f"{self.path} has no {ROSTER}: it was written by an earlier version of fedloom, or the file was lost. "
+                f"Train again from its {CONFIG} with another --out."
+            )
+        return Roster.of_json(found, str(self.path / ROSTER))
+
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of the config and of the roster, as checkpoints have them."""
+        fixed = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
+        roster = self.path / ROSTER
+        return {
+            "config": digest(json.dumps(fixed, sort_keys=True, default=str).encode()),
+            "roster": digest(_read(roster)) if roster.exists() else "",
+        }
+
+    def check(self, meta: Mapping[str, Any], *, force: bool = False, **others: str) -> None:
+        """Refuse a config or roster, or other digests such as that of the data, that is not the checkpoint's."""
+        kept = meta.get("digests", {})
+        for what, found in {**self.digests(), **others}.items():
+            if not force and kept.get(what) not in (None, found):
+                named = {"config": f"{self.path / CONFIG} was", "roster": f"{self.path / ROSTER} was"}
+                raise RunError(
+                    f"{named.get(what, f'The {what} were')} changed since round {meta['round']} was saved; the results "
+                    "would be of another run. Restore what it was, or give --force to go on all the same."
+                )
+
+    def check_records(self, round: int, *, force: bool = False) -> None:
+        """Refuse to go on from ``round`` where the records of the rounds before are not there."""
+        there = {record.get("round") for record in self.records()}
+        missing = [number for number in range(1, round + 1) if number not in there]
+        if missing and not force:
+            raise RunError(
+                f"{self._metrics} lacks the record of round {missing[0]} of {round}; without it the best round so far "
+                "would be forgotten. Restore the file, or give --force to go on all the same."
+            )
 
     def update_config(self, **changes: Any) -> None:
         """Change options of the run, in memory and in its file."""
@@ -87,7 +151,8 @@ class RunDirectory:
             with files.writing(self.path):
                 files.sweep(self.path)
                 files.sweep(self._checkpoints)
-                files.cut_torn_line(self._metrics)
+                for name in APPENDED:
+                    files.cut_torn_line(self.path / name)
             yield
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -95,11 +160,24 @@ class RunDirectory:
         files.append(self._metrics, files.to_json(record))
 
     def records(self) -> list[dict[str, Any]]:
-        """All records; a last line that a killed process did not finish is left out."""
-        if not self._metrics.exists():
+        """The record of every round."""
+        return self.lines(METRICS)
+
+    def scores(self) -> list[dict[str, Any]]:
+        """The scores of all evaluations."""
+        return self.lines(SCORES)
+
+    def append_to(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line to one of the ``APPENDED``."""
+        files.append(self.path / name, files.to_json(line))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """All lines of one of the ``APPENDED``; a last one that a killed process did not finish is left out."""
+        path = self.path / name
+        if not path.exists():
             return []
-        *lines, _ = self._metrics.read_bytes().split(b"\n")
-        return [self._record(number, line) for number, line in enumerate(lines, start=1)]
+        *lines, _ = _read(path).split(b"\n")
+        return [self._record(number, line, path) for number, line in enumerate(lines, start=1)]
 
     def rewind(self, round: int) -> None:
         """Go back to the end of ``round``: drop the summary and later records and checkpoints, for resuming."""
@@ -109,8 +187,12 @@ class RunDirectory:
         for later in reversed(self.checkpoints()):
             if later > round:
                 files.remove_folder(self._folder(later))
-        kept = [record for record in self.records() if record.get("round", 0) <= round]
-        files.write_file(self._metrics, b"".join(files.to_json(record) for record in kept))
+        for name in APPENDED:
+            lines = self.lines(name)
+            # what was found when training ended is found again when it ends
+            kept = [line for line in lines if line.get("round", 0) <= round and not line.get("end")]
+            if len(kept) < len(lines) or name == METRICS:
+                files.write_file(self.path / name, b"".join(files.to_json(line) for line in kept))
 
     def save(
         self,
@@ -126,6 +208,7 @@ class RunDirectory:
         contents, facts = pack(state, memory)
         best_round = round if best else self.best_round()
         own = {"round": round, "best": best_round, "method": self.config.get("method"), **facts}
+        own["digests"] = {**self.digests(), **meta.get("digests", {})}
         files.sync_file(self._metrics)  # so that no checkpoint outlives the records that lead to it
         files.write_folder(self._folder(round), {**contents, META: files.to_json({**meta, **own}, indent=1)})
         saved = self.checkpoints()
@@ -137,13 +220,17 @@ class RunDirectory:
     def load(self, which: Literal["last", "best"] | int = "last") -> Checkpoint:
         """A checkpoint, verified. Tensors are on the CPU."""
         round = self._which(which)
-        meta = self._meta(round)
+        meta = self.meta(round)
         contents = {name: self._verified(round, name, meta) for name in (STATE, MEMORY)}
         try:
             state, memory = unpack(contents, meta["layout"])
         except Exception as error:  # whatever is wrong with it, the file is at fault
             raise self._unusable(round, META, "does not describe the files beside it") from error
         return Checkpoint(round, state, memory, meta)
+
+    def forget(self, round: int) -> None:
+        """Remove a checkpoint that turned out to be of no use."""
+        files.remove_folder(self._folder(round))
 
     def checkpoints(self) -> list[int]:
         """The rounds with a checkpoint, oldest first."""
@@ -157,6 +244,14 @@ class RunDirectory:
     def environment(self) -> dict[str, Any] | None:
         """What the run ran on, if it was kept."""
         return _json_if_there(self.path / ENVIRONMENT)
+
+    def write_extra(self, name: str, found: Mapping[str, Any]) -> None:
+        """Keep what was found out of the run later, beside its records."""
+        files.write_file(self.path / name, files.to_json(found))
+
+    def extra(self, name: str) -> dict[str, Any] | None:
+        """What was found out later, if it was."""
+        return _json_if_there(self.path / name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the outcome of the run."""
@@ -177,18 +272,18 @@ class RunDirectory:
     def _folder(self, round: int) -> Path:
         return self._checkpoints / f"round-{round:06d}"
 
-    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+    def _record(self, number: int, line: bytes, path: Path) -> dict[str, Any]:
         try:
             return files.from_json(line)
         except ValueError as error:
             raise RunError(
-                f"Line {number} of {self._metrics} is not a JSON object; remove that line to use the others."
+                f"Line {number} of {path} is not a JSON object; remove that line to use the others."
             ) from error
 
     def best_round(self) -> int | None:
         """The round of the best checkpoint, if any was evaluated."""
         saved = self.checkpoints()
-        return self._meta(saved[-1])["best"] if saved else None
+        return self.meta(saved[-1])["best"] if saved else None
 
     def _which(self, which: Literal["last", "best"] | int) -> int:
         saved = self.checkpoints()
@@ -205,16 +300,17 @@ class RunDirectory:
             )
         return wanted
 
-    def _meta(self, round: int) -> dict[str, Any]:
+    def meta(self, round: int) -> dict[str, Any]:
         """The description of a checkpoint, if it is one of this run and of a format that we know."""
         try:
-            meta = files.from_json((self._folder(round) / META).read_bytes())
+            meta = files.from_json(files.read_file(self._folder(round) / META))
         except (OSError, ValueError) as error:
             raise self._unusable(round, META, "is damaged") from error
         if not {"format", "round", "best", "method", "sha256", "layout"} <= set(meta):
             raise self._unusable(round, META, "is not of a fedloom checkpoint")
         if meta["format"] != FORMAT:
-            raise self._unusable(round, META, f"has format {meta['format']!r} where this fedloom knows {FORMAT}")
+            older = " (it was written by an earlier version)" if meta["format"] == 1 else ""
+            raise self._unusable(round, META, f"has format {meta['format']!r} where this fedloom knows {FORMAT}{older}")
         if meta["round"] != round:
             raise self._unusable(round, META, f"is of round {meta['round']!r}")
         if meta["method"] != self.config.get("method"):
@@ -225,7 +321,7 @@ class RunDirectory:
 
     def _verified(self, round: int, name: str, meta: Mapping[str, Any]) -> bytes:
         try:
-            data = (self._folder(round) / name).read_bytes()
+            data = files.read_file(self._folder(round) / name)
         except OSError as error:
             raise self._unusable(round, name, "is missing or not readable") from error
         if digest(data) != meta["sha256"].get(name):
@@ -242,11 +338,18 @@ class RunDirectory:
         return RunError(f"Checkpoint file {folder / name} {fault}; {advice}.")
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return files.read_file(path)
+    except OSError as error:
+        raise RunError(f"Cannot read {path}: {error.strerror}; restore or remove it.") from error
+
+
 def _json_if_there(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return files.from_json(path.read_bytes())
+        return files.from_json(files.read_file(path))
     except (OSError, ValueError) as error:
         raise RunError(f"Cannot read {path}: it is damaged or not readable; restore or remove it.") from error
 

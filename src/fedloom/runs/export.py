@@ -6,32 +6,35 @@ from __future__ import annotations
 import importlib
 import sysconfig
 from pathlib import Path
-from urllib.parse import quote
 
 import safetensors.torch
+from torch import nn
 
-from fedloom.core.trees import Tree
 from fedloom.models.spec import ModelSpec
-from fedloom.runs.files import write_file, writing
+from fedloom.runs.files import file_name, write_file, writing
+from fedloom.runs.portable import SAFETENSORS, write_portable
 
 CODE = "code"
 """The folder of a user's own network, beside a model."""
 
 
-def export(folder: Path, client: str, deployed: Tree, spec: ModelSpec, method: str, stem: str = "") -> Path:
+def export(
+    folder: Path, client: str, module: nn.Module, spec: ModelSpec, method: str, stem: str = "",
+    form: str = SAFETENSORS,
+) -> Path:  # fmt: skip
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``.
 
-    A network of the user's own is copied beside them, so that they can be moved to where it is not.
+    A network of the user's own is copied beside them, so that they can be moved to where it is not. As ``onnx`` or
+    ``pt2`` it is one file, which needs neither.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    stem = stem or "client-" + quote(client, safe="")
-    plain = deployed.get("base", deployed)
-    weights = {**plain["params"], **plain["buffers"]}
-    if "base" in deployed:  # an adapted predictor: models.load.Shifted
-        weights = {f"network.{name}": value for name, value in weights.items()}
-        weights |= {"slope": deployed["slope"], "offset": deployed["offset"]}
-    weights = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    stem = stem or "client-" + file_name(client)
+    if form != SAFETENSORS:
+        about = {"client": client, "method": method, "model": str(spec)}
+        return write_portable(folder / stem, form, module, spec.input_shape, about)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
     path = folder / f"{stem}.safetensors"
     write_file(path, safetensors.torch.save(weights, metadata))

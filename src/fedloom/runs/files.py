@@ -8,20 +8,39 @@ killed process leaves under such names is removed by ``sweep``, which only the h
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote
 
 from fedloom.core.errors import RunError
 
 TEMPORARY = ".tmp-"  # may be removed
 ASIDE = ".old-"  # was moved out of the way: to be put back if its successor never came
+
+
+_HARMLESS = re.compile(r"(?!\.)[\w.-]{1,64}")
+_LONGEST = 150  # letters; file systems take 255 bytes
+
+
+def file_name(id: str) -> str:
+    """The name of the file or folder of a client, whatever its id is: it leads nowhere else, and no other id has it."""
+    if _HARMLESS.fullmatch(id):
+        return id
+    name = re.sub(r"^\.", "%2E", quote(id, safe="", errors="surrogatepass")) or "%"
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 @contextmanager
@@ -35,6 +54,15 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(
             f"Cannot write {path}: {error.strerror or error}; {advice} and try again, what was saved before is intact."
         ) from error
+
+
+def read_file(path: Path) -> bytes:
+    """What a file holds. An ``OSError`` for what is no file: reading a pipe could last for ever."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
+        return file.read()
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -69,7 +97,7 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
 
 def append(path: Path, line: bytes) -> None:
     """Add a line in one write. If it does not fit, nothing of it stays."""
-    with writing(path), path.open("ab", buffering=0) as file:
+    with writing(path), _appending(path) as file:
         before = file.tell()
         try:
             while line:  # once; after a short write the next attempt says why
@@ -79,17 +107,36 @@ def append(path: Path, line: bytes) -> None:
             raise
 
 
+def _appending(path: Path) -> FileIO:
+    if path.exists() and not path.is_file():  # opening a pipe could last for ever
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return path.open("ab", buffering=0)
+
+
+class Identity(NamedTuple):
+    """Which file is open, and how long it is: another one may be put in its place."""
+
+    number: int
+    size: int
+
+
+def identity(file: IO[bytes]) -> Identity:
+    """Of an open file."""
+    state = os.fstat(file.fileno())
+    return Identity(state.st_ino, state.st_size)
+
+
 def sync_file(path: Path) -> None:
     """Bring to the disk what was appended to a file, if it is there."""
     if path.exists():
-        with writing(path), path.open("ab") as file:
+        with writing(path), _appending(path) as file:
             os.fsync(file.fileno())
 
 
 def cut_torn_line(path: Path) -> None:
     """Drop what follows the last line break: a line that a killed process did not finish."""
     if path.exists():
-        whole = path.read_bytes().rpartition(b"\n")
+        whole = read_file(path).rpartition(b"\n")
         if whole[2]:
             os.truncate(path, len(whole[0]) + len(whole[1]))
 

@@ -55,7 +55,7 @@ def _take(descriptor: int, folder: Path) -> None:
             f"{folder} cannot be locked: {error.strerror}; give an --out on a file system that has locks, "
             "such as a local disk."
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
     with writing(folder / LOCK):
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())

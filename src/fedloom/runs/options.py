@@ -26,12 +26,32 @@ class RunOptions:
     unseen_shift_strength: float | None = option(None, "Its strength; without it, drawn for each image.")
     val_share: float = option(0.15, "Share of the training data kept for validation.", low=0, high=0.9)
     test_share: float = option(0.15, "Share kept for testing, for data without a published test set.", low=0, high=0.9)
-    task: str = option("auto", "classification, regression, a task's import path, or auto: by the labels.")
-    model: str = option(
-        "auto", "A network, several separated by commas (clients take them in turn), or an import path."
+    server_data: float | str = option(
+        0.0,
+        "Samples of the server's own, for methods that need some: a share of the training data, a dataset's name, or "
+        "an .npz file.",
+        low=0,
+        high=0.9,
     )
-    unseen_model: str | None = option(None, "Another network for the unseen clients; without it, as everybody.")
-    adapt: Literal["none", "prior"] = option("none", "Add each client's label shares to the scores of a global model.")
+    task: str = option("auto", "classification, regression, a task's import path, or auto: by the labels.", code=True)
+    model: str = option(
+        "auto", "A network, several separated by commas (clients take them in turn), or an import path.", code=True
+    )
+    unseen_model: str | None = option(
+        None, "Another network for the unseen clients; without it, as everybody.", code=True
+    )
+    average: float = option(
+        0.0,
+        "Use the exponential mean of the server's states over rounds, with this weight on what came before, e.g. 0.97; "
+        "0: the last state.",
+        low=0,
+        high=0.9999,
+    )
+    adapt: Literal["none", "prior", "tune"] = option(
+        "none",
+        "prior: add each client's label shares to the scores of a global model; tune: then each client trains it "
+        "further and mixes both.",
+    )
     adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
     adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
     rounds: int = option(100, "Rounds of training.", low=0)
@@ -46,12 +66,12 @@ class RunOptions:
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(
         0,
-        "Threads of an operator on a CPU, on which the last bits depend; 0: by model and engine, at most 8.",
+        "Threads per operator on a CPU; results differ in the last bits. 0: chosen by model and engine, at most 8.",
         low=0,
         high=1024,
     )
     workers: int = option(
-        0, "Processes of the parallel engines, on which no bit depends; 0: one per core.", low=0, high=1024
+        0, "Processes of the parallel engines; results do not depend on it. 0: one per core.", low=0, high=1024
     )
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     precision: Literal["exact", "tf32", "bf16"] = option(
@@ -68,6 +88,11 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.server_data == self.dataset:
+            raise ConfigError(
+                f"--server-data is {self.dataset}, the clients' own data, test data included; give a share of it, such "
+                "as 0.1, or another dataset."
+            )
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
         for name in ("unseen_partition", "unseen_shift", "unseen_model"):
@@ -83,6 +108,11 @@ class RunOptions:
             raise ConfigError(
                 f"--cohort is {self.cohort:g}, but there are {self.clients} clients; ask at most as many as there are."
             )
+
+    @property
+    def server_share(self) -> float:
+        """The share of the training data that the server keeps; 0 if it has none, or data of another source."""
+        return 0.0 if isinstance(self.server_data, str) else self.server_data
 
     def cohort_of(self, clients: int, papers: int) -> int:
         """The number of clients asked in a round of a federation with so many; ``papers`` where it is left open."""

@@ -96,6 +96,6 @@ class ViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)  # (B, patches, width)
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
         logits: Tensor = self.fc(self.norm(self.blocks(x))[:, 0])  # (B, num_outputs)
         return logits

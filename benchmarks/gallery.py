@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reports of the gallery, and their pictures: ``python benchmarks/gallery.py`` (minutes; needs Chromium).
+
+Runs and reports go to ``runs/gallery``, pictures to ``docs/img``. Settings are those of ``scripts/demo``.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import fedloom
+from fedloom.reports.report import write
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from browser import Browser  # noqa: E402
+
+OUT, PICTURES = ROOT / "runs" / "gallery", ROOT / "docs" / "img"
+WIDTH, HEIGHT = 1200, 1500
+MOST_BYTES = 200 * 1024
+FEDERATION: dict[str, Any] = {
+    "dataset": "digits", "partition": "dirichlet:0.3", "clients": 30, "unseen": 6, "model": "mlp", "device": "cpu",
+    "local_steps": 20, "cohort": 10, "rounds": 40, "progress": "quiet",
+}  # fmt: skip
+LOOM = {"cohort": 5, "rounds": 80, "server_step": "cohort_mean", "server_lr": 0.05}
+COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "local": ("local", {}),
+    "fedavg": ("fedavg", {}),
+    "fedavg-prior": ("fedavg", {"adapt": "prior"}),
+    "fedper": ("fedper", {}),
+    "pfedhn": ("pfedhn", LOOM),
+}
+
+
+def main() -> None:
+    shutil.rmtree(OUT, ignore_errors=True)
+    for name, (method, own) in COMPARED.items():
+        for seed in range(3):
+            run = fedloom.run(method, out=OUT / "compared" / f"{name}-{seed}", seed=seed, **{**FEDERATION, **own})
+            print(run.path, flush=True)
+    loom = fedloom.load(OUT / "compared" / "pfedhn-0")
+    loom.mix()
+    loom.admission_curve()
+    weights = {"start": "alive", "embed_init": "random", "server_lr": 0.05}
+    aggregated = fedloom.run("hypergenfl", out=OUT / "hypergenfl", **{**FEDERATION, **weights})
+    reports = {
+        "loom": (write([loom.path], OUT / "loom.html"), "light", 0),
+        "hypergenfl": (write([aggregated.path], OUT / "hypergenfl.html"), "light", "#method"),
+        "comparison": (write([OUT / "compared"], OUT / "comparison.html", "fedavg"), "light", 0),
+        "dark": (OUT / "comparison.html", "dark", 0),
+    }
+    with Browser(WIDTH, HEIGHT) as browser:
+        for name, (page, scheme, at) in reports.items():
+            browser.media(scheme=scheme)
+            browser.open(page)
+            if at:
+                browser.run(f"document.documentElement.style.scrollBehavior = 'auto'; location.hash = '{at}'; 0")
+            keep(browser.picture(), PICTURES / f"report-{name}.png")
+
+
+def keep(picture: bytes, path: Path) -> None:
+    """Write a picture with as many colours as its size allows."""
+    for colours in (256, 128, 64, 32, 16):
+        made = io.BytesIO()
+        Image.open(io.BytesIO(picture)).convert("RGB").quantize(colours).save(made, "png", optimize=True)
+        if made.tell() < MOST_BYTES:
+            break
+    path.write_bytes(made.getvalue())
+    print(path, f"{made.tell() / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

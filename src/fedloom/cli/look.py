@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands to look at runs: report, watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.output import tell
+from fedloom.core.errors import ConfigError
+
+RunPaths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The method that the others are compared with; without it, the first one."),
+]
+
+
+def report(
+    runs: RunPaths,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to; without it, report.html in RUN or where all runs lie."),
+    ] = None,
+    baseline: Baseline = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="One figure instead, e.g. curves, as the .pdf or .svg of --out."),
+    ] = None,
+    choose: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="With --figure: a choice of it, e.g. seconds.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="For --figure mix or admission: let RUN name code outside of fedloom.")
+    ] = False,
+) -> None:
+    """Write one run, or several side by side, as one HTML file that opens anywhere and loads nothing.
+
+    Example: fedloom report runs/pfedhn-digits-seed0
+
+    A figure for a paper: fedloom report runs/pfedhn-digits-seed0 --figure embeddings --out map.pdf
+    """
+    from fedloom.reports import figures
+    from fedloom.reports.compare import find_runs
+    from fedloom.reports.report import ON_DEMAND, chart, write
+
+    if figure is None:
+        if choose:
+            raise ConfigError("--choose is about a figure; give --figure too.")
+        typer.echo(write(runs, out, baseline))
+        return
+    found = find_runs(runs)
+    if figure in ON_DEMAND and len(found) == 1 and found[0].extra(ON_DEMAND[figure]) is None:
+        from fedloom import api  # needs torch and the data
+
+        loaded = api.load(found[0].path, trust=trust)
+        loaded.mix() if figure == "mix" else loaded.admission_curve()
+    typer.echo(figures.save(chart(runs, figure, baseline), out or Path(f"{figure}.pdf"), choices=choose or ()))
+
+
+def watch(
+    runs: RunPaths,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 0,
+) -> None:
+    """Show runs in a browser while they go on, deployments too. Nothing can be changed from there.
+
+    Example: fedloom watch runs/pfedhn-digits-seed0
+    """
+    from fedloom.reports.watch import Watch
+
+    with Watch(runs, port) as served:
+        tell(f"watching {', '.join(map(str, runs))}; end with Ctrl-C. Open:")
+        typer.echo(served.url)
+        try:
+            served.serve()
+        except KeyboardInterrupt:
+            tell("stopped; the runs go on.")

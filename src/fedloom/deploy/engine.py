@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ask`` over Flower's Grid: one message per client, all at once; late, missing and bad replies are left out by name.
+
+Clients keep their memory themselves, in numbered versions. The server knows the number of each client's present
+version, and nothing of what is in it: an ask says which version to start from and which to write, and only a reply that
+is used makes what was written the present one. No number is given twice, and later ones are greater. So a client that
+still works on an earlier round when the next has begun, or a server that was killed and goes on from its last
+checkpoint, leaves no client with a memory that the server does not count on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import RecordDict
+
+from fedloom.clients.federation import Federation
+from fedloom.core.contract import Algorithm, Program
+from fedloom.core.errors import RoundError
+from fedloom.core.task import Task
+from fedloom.core.trees import ClientId, PerClient, Tree, num_bytes
+from fedloom.deploy.bounds import too_far, weight_fault
+from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
+from fedloom.engines.engine import AbstractEngine, Session
+from fedloom.engines.job import Dropped, Job, Outcome
+from fedloom.programs.evaluation import EVALUATION
+
+log = logging.getLogger(__name__)
+
+ASK = "train"
+"""Flower's type of the messages."""
+
+VERSION = "version"
+
+Exchange = Callable[[str, Mapping[ClientId, RecordDict], float], Mapping[ClientId, RecordDict | str]]
+"""(type, contents, timeout in seconds) -> for each client its reply, or why there is none."""
+
+
+class Rules(NamedTuple):
+    """When a round counts, and what a reply may be."""
+
+    timeout: float = 600.0
+    """Seconds to wait for replies."""
+    quorum: float = 0.0
+    """Share of the clients asked that must give a usable reply."""
+    max_norm: float = 0.0
+    """How many times the usual norm a reply may have; 0: no bound."""
+
+
+class Flower(AbstractEngine):
+    """Clients behind a network. A session's ``memory`` holds the number of each client's present memory.
+
+    ``weights`` are the clients' numbers of samples as they count, whatever replies claim. ``kept(client)`` are the
+    versions that checkpoints count on, which the client must not forget. ``waited()`` says how long each client's last
+    reply took.
+    """
+
+    name = "flower"
+
+    def __init__(
+        self,
+        federation: Federation,
+        algorithm: Algorithm,
+        config: Any,
+        seed: int,
+        run: str,
+        exchange: Exchange,
+        rules: Rules,
+        weights: Mapping[ClientId, int],
+        kept: Callable[[ClientId], Iterable[int]],
+        waited: Callable[[], Mapping[ClientId, float]] = dict,
+    ) -> None:
+        super().__init__(federation, algorithm, config, seed)
+        self.run, self.exchange, self.rules, self.weights, self.kept = run, exchange, rules, weights, kept
+        self.waited = waited
+        self._newest = 0
+
+    def check_enough(self, session: Session, program: Program, asked: int, replies: PerClient) -> None:
+        """As ``AbstractEngine.check_enough``; a round with fewer usable replies than the quorum does not count.
+
+        An evaluation that nobody answers stops nothing: training goes on, and the scores are the worst there are.
+        """
+        if program.name.startswith(EVALUATION):
+            return
+        super().check_enough(session, program, asked, replies)
+        in_round = isinstance(session.stage, int)
+        if in_round and len(replies) + 1e-9 < self.rules.quorum * asked:  # 0.28 of 25 is 7
+            raise RoundError(
+                f"{len(replies)} of {asked} clients gave a usable reply to {program.name}, fewer than the quorum "
+                f"of {self.rules.quorum:.0%}. The last checkpoint is intact: see to the clients, then resume."
+            )
+
+    def first_memory(self, federation: Federation, client: ClientId) -> Tree:
+        """Version 0: the client begins."""
+        return {VERSION: torch.zeros((), dtype=torch.int64)}
+
+    def answer(self, job: Job) -> Iterable[Outcome]:
+        """Ask all, and take each answer by itself: nobody's fault is another's."""
+        new = self._new_version(job)
+        contents = {client: self._content(job, client, new) for client in job.clients}
+        answers = self.exchange(ASK, contents, self.rules.timeout)
+        replies: dict[ClientId, Tree] = {}
+        memories: dict[ClientId, Tree] = {}
+        dropped: list[Dropped] = []
+        for client in job.clients:
+            try:
+                replies[client], memories[client] = self._read(job, client, new, answers.get(client, "is gone"))
+            except Malformed as fault:
+                dropped.append(Dropped(client, job.program.name, str(fault)))
+            except Exception as error:  # whatever a stranger made of it
+                reason = f"sent a reply that cannot be used ({type(error).__name__})"
+                dropped.append(Dropped(client, job.program.name, reason))
+        if not job.program.name.startswith(EVALUATION):
+            for client, reason in too_far(job, replies, self.rules.max_norm).items():
+                log.warning("Client %s %s", client, reason)
+                dropped.append(Dropped(client, job.program.name, reason))
+                del replies[client], memories[client]
+        seconds = {client: taken for client, taken in self.waited().items() if client in replies}
+        yield Outcome(PerClient.empty(()), PerClient.empty(()), dropped, seconds)
+        for client, reply in replies.items():  # each by itself: a stranger's trees may have any shape
+            yield Outcome(PerClient.of({client: reply}), PerClient.of({client: memories[client]}))
+
+    def _new_version(self, job: Job) -> int:
+        """Greater than all before, also than those that an earlier server gave after its last checkpoint."""
+        known = [int(tree[VERSION]) for tree in job.memories.values()]
+        self._newest = max([time.time_ns() // 1000, self._newest + 1, *(version + 1 for version in known)])
+        return self._newest
+
+    def _content(self, job: Job, client: ClientId, new: int) -> RecordDict:
+        facts: dict[str, str | int] = {
+            **self._ticket(job, client),
+            "program": job.program.name,
+            "from_version": int(job.memories[client][VERSION]),
+            "to_version": new,
+            "kept_versions": " ".join(map(str, sorted(self.kept(client)))),
+        }
+        return pack(facts, shared=job.shared, mine=job.mine[client])
+
+    def _ticket(self, job: Job, client: ClientId) -> dict[str, str | int]:
+        """What an ask and its reply have in common."""
+        return {"run": self.run, "client": client, "stage": job.moment.stage, "ask": job.moment.ask}
+
+    def _read(self, job: Job, client: ClientId, new: int, answer: RecordDict | str) -> tuple[Tree, Tree]:
+        """A reply and the memory that goes with it."""
+        if isinstance(answer, str):
+            raise Malformed(answer)
+        facts = facts_of(answer)
+        if "error" in facts:
+            raise Malformed(str(facts["error"]))
+        for name, value in self._ticket(job, client).items():
+            if facts.get(name) != value:
+                raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
+        expected = job.program.expects(job.shared, job.mine[client])
+        reply: Tree = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
+        if job.program.name.startswith(EVALUATION):
+            _check_sums(reply, self.federation.task)
+        reply = self._weighed(client, reply)
+        before = job.memories[client]
+        after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
+        return reply, after
+
+    def _weighed(self, client: ClientId, reply: Tree) -> Tree:
+        """The reply with the number of samples that counts for this client."""
+        fault = weight_fault(reply)
+        if fault:
+            raise Malformed(fault)
+        weight = self.weights.get(client)
+        if "num_samples" not in reply or not weight:
+            return reply
+        claimed = round(float(reply["num_samples"]))
+        if claimed != weight:
+            self.note(f"client {client} says that it has {claimed} samples and counts as one with {weight}")
+        return {**reply, "num_samples": torch.full_like(reply["num_samples"], weight)}
+
+
+def _check_sums(reply: Tree, task: Task) -> None:
+    """An evaluation's sums must be those of some samples."""
+    samples, metric = float(reply["samples"]), float(reply["metric"])
+    if not (samples >= 1 and samples.is_integer()):
+        raise Malformed(f"says that it tried {samples:g} samples")
+    if task.metric_name == "accuracy" and not 0 <= metric <= samples:
+        raise Malformed(f"says that {metric:g} of {samples:g} samples were right")

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's side of an ask: one client, one program, with noise of its own.
+
+The batches and the draws in training are those of a simulation with the same seed; noise for privacy is not. The server
+knows the seed, and noise that it could compute, or that came twice, could be subtracted: here it comes from the
+operating system.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fedloom.core.contract import Program
+from fedloom.core.trees import ClientId, PerClient, Tree, leaves
+from fedloom.engines.acceptance import SPOILT
+from fedloom.engines.job import ClientFault
+from fedloom.engines.memories import Memories
+from fedloom.engines.sequential import Sequential, run_client
+
+
+def answer(
+    engine: Sequential, client: ClientId, program: Program, stage: int | str, ask: int, shared: Tree, mine: Tree,
+    memory: Tree | None,
+) -> tuple[Tree, Tree | None]:  # fmt: skip
+    """The reply to an ask, and the new memory, None if it did not change. Nothing that is not finite is kept."""
+    known = Memories({} if memory is None else {client: memory})
+    session = engine.session(stage, known, secret_noise=True, asks=ask)
+    job = session.job(program, shared, PerClient.of({client: mine}))
+    reply, after = run_client(job, client, shared, mine)
+    if not all(bool(torch.isfinite(leaf).all()) for _, leaf in leaves(after)):
+        raise ClientFault(SPOILT)
+    return reply, None if after is job.memories[client] else after

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of one run: a sentence, warnings, numbers, charts, what left each client, how to repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from fedloom.reports import one
+from fedloom.reports.charts import Chart
+from fedloom.reports.facts import Facts
+from fedloom.reports.one import FEW_SAMPLES, pooled_samples, words
+from fedloom.reports.page import (
+    Block,
+    Page,
+    Section,
+    Tile,
+    chart_block,
+    code_block,
+    facts_block,
+    table_block,
+    text_block,
+)
+from fedloom.reports.statistics import wilson, worst_tenth
+from fedloom.runs.options import RunOptions
+
+DIVERGED = 3.0
+"""A loss of so many times the smallest one is a training that has come apart."""
+
+SOFTWARE = """@software{fedloom,
+  title={fedloom: federated learning with a model of its own for every client},
+  year={2026}, license={Apache-2.0}}"""
+
+
+def page_of(facts: Facts, *, quick: bool = False) -> Page:
+    """The page of a run. ``quick``: without what takes seconds to compute."""
+    sections = [
+        Section("curves", "Training", _drawn(facts, "curves", ("loss", "half"), ("histogram", "half"))),
+        Section("clients", "Clients", [*_drawn(facts, "clients", "split")]),
+        Section("embeddings", "Embeddings", _embeddings(facts, quick)),
+        Section(
+            "method",
+            "The method",
+            [*_drawn(facts, "weights", "effective", "networks", "estimates"), *_decisions(facts)],
+        ),
+        Section("newcomers", "Newcomers", _drawn(facts, "newcomers", "admission", "mix")),
+        Section("cost", "Cost", [*_drawn(facts, ("time_by_part", "half"), ("traffic", "half")), *_dropped(facts)]),
+        Section("privacy", "What left each client", _left(facts)),
+        Section("repeat", "To repeat it", _repeat(facts)),
+    ]
+    return Page(
+        title=f"{facts.name} on {facts.config.get('dataset', 'data')}",
+        verdict=verdict(facts),
+        badges=_badges(facts),
+        warnings=warnings(facts),
+        tiles=_tiles(facts),
+        sections=[section for section in sections if section.blocks],
+        footer=f"{facts.path} · made by fedloom from the run's records; nothing is loaded from a network.",
+        clients=[m.id for m in facts.roster.members] if facts.roster else [],
+    )
+
+
+def value(facts: Facts, number: float | None) -> str:
+    """The metric as people write it."""
+    if number is None:
+        return "–"
+    return f"{number:.1%}" if facts.is_share else f"{number:.4g}"
+
+
+def verdict(facts: Facts) -> list[str]:
+    """What came of the run, in sentences."""
+    scores = facts.scores(facts.shown)
+    if scores is None:
+        return [f"{facts.rounds} of {facts.planned} rounds are done, and nothing is evaluated yet."]
+    metric, mean = words(facts.metric), facts.best.get(f"deployed/participants/test/{facts.metric}")
+    mean = float(scores.metric.mean()) if mean is None else mean
+    worst = worst_tenth(scores.metric, facts.higher_is_better)
+    clients = f"{scores.everybody:,} client{'s' * (scores.everybody != 1)}"
+    reaches = f"{facts.name} reaches" if facts.finished else f"So far, {facts.name} has"
+    found = [
+        f"{reaches} a mean test {metric} of {value(facts, mean)} over {clients}; "
+        f"the tenth that fares worst has {value(facts, worst)}."
+    ]
+    how = "chosen by validation" if facts.best else "the last one that was evaluated, as nothing was validated"
+    more = f"These are the numbers of round {facts.shown} of {facts.planned}, {how}."
+    unseen = facts.unseen()
+    if unseen is not None:
+        when = "" if unseen.round == facts.shown else f" (round {unseen.round})"
+        more += (
+            f" {unseen.everybody:,} client{'s' * (unseen.everybody != 1)} that took no part: "
+            f"{value(facts, float(unseen.metric.mean()))}{when}."
+        )
+    elif "reason" in (facts.summary.get("unseen") or {}):
+        more += f" {facts.summary['unseen']['reason']}"
+    return [*found, more, *([facts.about.idea[:1].upper() + facts.about.idea[1:]] if facts.about.idea else [])]
+
+
+def warnings(facts: Facts) -> list[str]:
+    """What a reader should know before believing a number."""
+    found, scores = [], facts.scores(facts.shown)
+    if not facts.finished:
+        found.append(f"The run has not finished: {facts.rounds} of {facts.planned} rounds are done.")
+    last = facts.evaluated[-1]["round"] if facts.evaluated else 0
+    if facts.best and facts.finished and facts.shown == last and len(facts.evaluated) > 1:
+        found.append("The best round is the last one: more rounds may raise the result.")
+    if scores is not None:
+        few = int((scores.samples < FEW_SAMPLES).sum())
+        if few:
+            found.append(
+                f"{few} of {len(scores.clients)} clients have fewer than {FEW_SAMPLES} test samples: what is said of "
+                "one of them by itself says little."
+            )
+        total = pooled_samples(scores)
+        if facts.is_share and total < 1000:
+            low, high = wilson(scores.pooled, total)
+            found.append(
+                f"All test data together are {total} samples, which say no more than that the share of right answers "
+                f"lies between {low:.1%} and {high:.1%}."
+            )
+    losses = [loss for _, loss in facts.local_losses()]
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(losses) or (known and known[-1] > DIVERGED * max(min(known), 1e-12) and known[-1] > known[0]):
+        found.append("Training came apart: the training loss is no number, or far above what it was. Lower the rates.")
+    dropped = facts.dropped()
+    if dropped:
+        who = len({one["client"] for one in dropped})
+        found.append(f"Replies were not used: {len(dropped)}, of {who} of the clients. The reasons are under Cost.")
+    found.append("This is one run with one seed: it says what came of it, and nothing about the method.")
+    found += [str(note) for note in facts.summary.get("notes", ())]
+    found += list(dict.fromkeys(str(note) for record in facts.records for note in record.get("notes", ())))
+    return found
+
+
+def _badges(facts: Facts) -> list[str]:
+    config, env = facts.config, facts.environment
+    roster = facts.roster
+    unseen = sum(member.unseen for member in roster.members) if roster else 0
+    given = [
+        "finished" if facts.finished else "stopped" if facts.summary else "running",
+        f"seed {config.get('seed')}",
+        f"{config.get('partition')}",
+        f"{len(roster.participants):,} clients" if roster else "",
+        f"{unseen} unseen" if unseen else "",
+        f"{float(config.get('cohort') or 0):g} a round",
+        f"{config.get('engine')} on {env.get('device', config.get('device'))}",
+        *(
+            f"model {name}"
+            for name in dict.fromkeys(str(m.model) for m in (roster.members if roster else ()) if m.model)
+        ),
+    ]
+    return [text for text in given if text][:12]
+
+
+def _tiles(facts: Facts) -> list[Tile]:
+    scores, unseen = facts.scores(facts.shown), facts.unseen()
+    seconds, megabytes = facts.elapsed().get(facts.rounds, (0.0, 0.0))
+    metric = words(facts.metric)
+    found = []
+    if scores is not None:
+        mean = float(scores.metric.mean())
+        worst = worst_tenth(scores.metric, facts.higher_is_better)
+        found += [
+            Tile(f"mean test {metric}", value(facts, mean), f"{value(facts, scores.pooled)} with every sample once"),
+            Tile("worst tenth", value(facts, worst), "mean of the clients that fare worst"),
+        ]
+    if unseen is not None:
+        found.append(
+            Tile(
+                "newcomers",
+                value(facts, float(unseen.metric.mean())),
+                f"{unseen.everybody} clients, round {unseen.round}",
+            )
+        )
+    found.append(Tile("best round" if facts.best else "round", f"{facts.shown}", f"of {facts.planned}"))
+    found.append(
+        Tile(
+            "training",
+            duration(seconds),
+            f"{facts.summary['evaluation_seconds']:.1f} s evaluation" if "evaluation_seconds" in facts.summary else "",
+        )
+    )
+    found.append(Tile("sent", f"{megabytes:,.1f} MB", "down and up, training"))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _drawn(facts: Facts, *names: str | tuple[str, str]) -> list[Block]:
+    """The blocks of those charts that the records have something for; a width can stand beside a name."""
+    found = []
+    for given in names:
+        name, width = given if isinstance(given, tuple) else (given, "")
+        chart = one.CHARTS[name](facts)
+        if chart is not None and chart.rows:
+            found.append({**chart_block(chart), "width": width})
+    return found
+
+
+def _embeddings(facts: Facts, quick: bool) -> list[Block]:
+    chart: Chart | None = one.embeddings(facts, quick=quick)
+    return [chart_block(chart)] if chart else []
+
+
+def _decisions(facts: Facts) -> list[Block]:
+    found = facts.estimates()
+    if found is None:
+        return []
+    rows = zip(*(found[name] for name in ("client", "samples", "labelled", "decision", "weight")))
+    note = (
+        "corrected: the label shares that were found are used; shrunk: with caution, as if from fewer samples; plain: "
+        "the scores fit no mixture of the federation's classes, and the plain predictor is kept."
+    )
+    counts = Counter(found["decision"])
+    told = ", ".join(f"{number} {name}" for name, number in counts.most_common())
+    return [
+        table_block(
+            "decisions",
+            f"What newcomers decided: {told}",
+            ["client", "samples", "labelled", "decision", "weight"],
+            rows,
+            note,
+        )
+    ]
+
+
+def _dropped(facts: Facts) -> list[Block]:
+    dropped = facts.dropped()
+    if not dropped:
+        return []
+    counts = Counter((one["client"], one.get("program", ""), one["reason"]) for one in dropped)
+    last = {(one["client"], one.get("program", ""), one["reason"]): one["round"] for one in dropped}
+    rows = [(*key, number, last[key]) for key, number in counts.most_common(500)]
+    return [
+        table_block(
+            "dropped", "Replies that were not used", ["client", "program", "reason", "times", "last round"], rows
+        )
+    ]
+
+
+def _left(facts: Facts) -> list[Block]:
+    """What the method says that travels, and what was counted."""
+    blocks: list[Block] = []
+    if facts.about.travels:
+        items = [(name, text.replace("``", "")) for name, text in facts.about.travels.items()]
+        blocks.append(facts_block(items))
+    told: dict[tuple[str, str], int] = {}
+    asked = Counter(client for r in facts.records for client in r.get("cohort", {}).get("client", ()))
+    for record in facts.records:
+        for program, branches in record.get("told", {}).items():
+            for branch, number in branches.items():
+                told[program, branch] = told.get((program, branch), 0) + number
+    if told:
+        total = sum(asked.values()) or 1
+        rows = [(p, b, number / 1e6, number / total) for (p, b), number in told.items()]
+        note = (
+            f"Counted in {sum(asked.values()):,} asks of {len(asked):,} clients. In evaluations each client also tells "
+            "three sums: of its losses, of what was right, and of its samples."
+        )
+        blocks.append(
+            table_block(
+                "told",
+                "What clients told in training",
+                ["program", "part of the reply", "MB", "bytes a client and ask"],
+                rows,
+                note,
+            )
+        )
+    adapted = facts.config.get("adapt", "none") == "prior"
+    private = [n for n in ("laplace_noise", "descriptor_epsilon", "adapt_noise") if facts.config.get(n)]
+    said = "No noise was added: what is listed here left the clients as it is."
+    if private:
+        said = f"Noise was added: {', '.join(f'{n} {facts.config[n]}' for n in private)}."
+    more = (
+        ["With --adapt prior participants also told their label counts, when the state was settled."] if adapted else []
+    )
+    blocks.append(text_block(said, *more))
+    return blocks
+
+
+def _repeat(facts: Facts) -> list[Block]:
+    environment, path = facts.environment, str(facts.path)
+    changed = sorted(_not_default(facts.config).items())
+    versions = environment.get("versions") or {}
+    items = [
+        ("started", environment.get("started")),
+        ("command", environment.get("command")),
+        (
+            "machine",
+            f"{environment.get('platform', '')}, {environment.get('cpus', '?')} cores, {environment.get('device', '')}",
+        ),
+        ("versions", ", ".join(f"{name} {number}" for name, number in versions.items() if number)),
+        ("SHA-256 of the config", _digest(facts)),
+    ]
+    blocks: list[Block] = [
+        code_block("The same run again", f"fedloom run --config {shlex.quote(path + '/config.yaml')} --out runs/again"),
+        table_block(
+            "options", "Options that are not the defaults", ["option", "value"], [(n, str(v)) for n, v in changed]
+        ),
+        facts_block([(name, text) for name, text in items if text]),
+    ]
+    citation = "\n\n".join(text for text in (facts.about.citation, SOFTWARE) if text)
+    if facts.about.paper:
+        blocks.append(text_block(f"The method: {facts.about.paper}"))
+    blocks.append(code_block("To cite it", citation))
+    return blocks
+
+
+def _digest(facts: Facts) -> str:
+    from fedloom.runs.checkpoint import digest
+
+    file = facts.path / "config.yaml"
+    return digest(file.read_bytes()) if file.is_file() else ""
+
+
+def _not_default(config: Any) -> dict[str, Any]:
+    """Options whose values are not those of every run, and all of the method's own: their defaults need its code."""
+    shared = {f.name: f.default for f in fields(RunOptions) if f.default is not MISSING}
+    return {n: v for n, v in config.items() if n != "method" and (n not in shared or v != shared[n])}
+
+
+def charts_of(facts: Facts) -> Sequence[str]:
+    """The names of the figures that this run has something for."""
+    return [name for name, draw in one.CHARTS.items() if (chart := draw(facts)) is not None and chart.rows]

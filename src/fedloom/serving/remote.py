@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A service, as those who join it see it: requests over one connection, and a list of all that was sent."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import fedloom
+from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.serving.answers import SAFETENSORS
+from fedloom.serving.settings import is_loopback
+
+PATIENCE = 60.0
+"""Seconds that a request is tried again, where the service is busy or starts anew."""
+TIMEOUT = 120.0
+LARGEST_CARD = 1 << 24
+
+
+@dataclass
+class Exchange:
+    """Requests of one kind, and what went either way in their bodies."""
+
+    request: str
+    fields: tuple[str, ...] = ()
+    """Names and shapes of what was sent."""
+    times: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass
+class Access:
+    """How to come to a service: a token, or a certificate of one's own, and the authority of the service's."""
+
+    token: str | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    cert_key: Path | None = None
+
+
+class Remote:
+    """A service at an address."""
+
+    def __init__(self, url: str, access: Access) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"{url} is no address of a service; give one such as https://models.example.org:8470.")
+        secret = access.token or access.cert
+        if parts.scheme == "http" and secret and not is_loopback(parts.hostname):
+            raise ConfigError(f"{url} is without TLS, so that others could read the token; use https.")
+        self.url, self._access = url.rstrip("/"), access
+        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        self._prefix = parts.path.rstrip("/")
+        self._connection: http.client.HTTPConnection | None = None
+        self.exchanges: list[Exchange] = []
+
+    def get(self, path: str, largest: int) -> bytes:
+        """What lies at a path."""
+        return self._asked("GET", path, b"", (), largest)
+
+    def post(self, path: str, query: Mapping[str, str], body: bytes, fields: tuple[str, ...], largest: int) -> bytes:
+        """The answer to a body; ``fields`` are the names of what is in it."""
+        return self._asked("POST", f"{path}?{urlencode(query)}", body, fields, largest)
+
+    def card(self) -> dict[str, Any]:
+        """What the service says of itself."""
+        try:
+            card = json.loads(self.get("/v1", LARGEST_CARD))
+        except ValueError as error:
+            raise RunError(
+                f"{self.url} is no service of fedloom: its card cannot be read. Check the address."
+            ) from error
+        if not isinstance(card, dict) or "bundle" not in card:
+            raise RunError(f"{self.url} is no service of fedloom: it has no card. Check the address.")
+        return card
+
+    def _asked(self, method: str, target: str, body: bytes, fields: tuple[str, ...], largest: int) -> bytes:
+        headers = {"user-agent": f"fedloom/{fedloom.__version__}", "accept": "*/*"}
+        headers |= {"content-type": SAFETENSORS} if body else {}
+        headers |= {"authorization": f"Bearer {self._access.token}"} if self._access.token else {}
+        until, pause = time.monotonic() + PATIENCE, 0.1
+        while True:
+            wait, fault = pause, ""
+            try:
+                answer = self._once(method, target, body, headers)
+                data = answer.read(largest + 1)
+                self._count(method, target, fields, len(body), len(data))
+                if answer.status == 200 and len(data) <= largest:
+                    return data
+                if answer.status not in (408, 429, 502, 503, 504):
+                    raise self._refused(answer.status, data, largest)
+                wait = max(wait, float(answer.headers.get("retry-after") or 0))
+                fault = f"it answers {answer.status}"
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    why = f"its certificate is not trusted ({error.verify_message})"
+                    raise RunError(
+                        f"{self.url} is not who it should be: {why}. Give its authority with --ca."
+                    ) from error
+                fault = str(error) or type(error).__name__
+            self.close()
+            if time.monotonic() + wait > until:
+                raise RunError(f"{self.url} cannot be reached or is too busy: {fault}. Try again later.")
+            time.sleep(wait)
+            pause = min(2 * pause, 5.0)
+
+    def _once(self, method: str, target: str, body: bytes, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+        if self._connection is None:
+            self._connection = (
+                http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT, context=self._context())
+                if self._tls
+                else http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT)
+            )
+        path, _, query = target.partition("?")
+        full = self._prefix + quote(path) + (f"?{query}" if query else "")
+        self._connection.request(method, full, body or None, dict(headers))
+        return self._connection.getresponse()
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(self._access.ca) if self._access.ca else None)
+        if self._access.cert:
+            context.load_cert_chain(self._access.cert, self._access.cert_key)
+        return context
+
+    def _refused(self, status: int, data: bytes, largest: int) -> NeedsError | RunError:
+        if status == 200:
+            return RunError(f"{self.url} sent more than the {largest:,} bytes that it announced; do not use it.")
+        try:
+            why = str(json.loads(data)["detail"])[:500]
+        except (ValueError, KeyError, TypeError):
+            why = f"it answers {status}."
+        kind = NeedsError if status in (400, 401, 403, 404) else RunError
+        return kind(f"{self.url} refuses: {' '.join(why.split())}")
+
+    def _count(self, method: str, target: str, fields: tuple[str, ...], sent: int, received: int) -> None:
+        request = f"{method} {target.partition('?')[0]}"
+        found = next((one for one in self.exchanges if (one.request, one.fields) == (request, fields)), None)
+        if found is None:
+            found = Exchange(request, fields)
+            self.exchanges.append(found)
+        found.times, found.sent, found.received = found.times + 1, found.sent + sent, found.received + received
+
+    def close(self) -> None:
+        """End the connection; the next request begins another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

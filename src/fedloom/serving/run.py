@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting a service: one process, or several that are forked once the bundle is there and share it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.serving.settings import Settings
+
+MOST_CONNECTIONS = 8192
+IDLE = 30
+"""Seconds that a connection without a request is kept."""
+
+
+def serve(path: Path, settings: Settings, *, trust: bool = False, ready: Callable[[str], None] = print) -> None:
+    """Serve a bundle until the process is told to stop; ``ready`` is told the address."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise NeedsError(
+            f"Serving needs {error.name}, which is not installed; pip install 'fedloom[serve]'."
+        ) from error
+    from fedloom.serving.app import Service
+    from fedloom.serving.bundle import Bundle
+
+    torch.set_num_threads(1)  # a model is small, and workers are for more cores
+    bundle = Bundle(path, trust=trust)
+    bundle.check()
+    service = Service(bundle, settings)
+    _more_files()
+    with listening(settings) as listener:
+        host, port = listener.getsockname()[:2]
+        scheme = "https" if settings.tls_cert else "http"
+        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if settings.workers == 1:
+            ready(address)
+            _run(service, listener)
+        else:
+            _supervise(service, listener, settings.workers, lambda: ready(address))
+
+
+def _run(service: Any, listener: socket.socket) -> None:
+    """One worker, until it is told to stop."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    server_of(service).run(sockets=[listener])
+
+
+def server_of(service: Any) -> Any:
+    """uvicorn's server of the application."""
+    import uvicorn
+
+    from fedloom.serving.protocol import protocol
+
+    settings: Settings = service.settings
+    config = uvicorn.Config(
+        service,
+        http=protocol(settings.timeout),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=MOST_CONNECTIONS,
+        ssl_certfile=settings.tls_cert and str(settings.tls_cert),
+        ssl_keyfile=settings.tls_key and str(settings.tls_key),
+        ssl_ca_certs=str(settings.client_ca) if settings.client_ca else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.client_ca else ssl.CERT_NONE,
+    )
+    if settings.tls_cert:
+        config.load()
+        assert config.ssl is not None
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return uvicorn.Server(config)
+
+
+def _supervise(service: Any, listener: socket.socket, workers: int, ready: Callable[[], None]) -> None:
+    """Fork workers, and another one for each that dies."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        raise ConfigError("--workers takes a system that can fork safely (Linux); start several services instead.")
+    places: dict[int, int] = {}
+    stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        for pid in places:
+            os.kill(pid, signal.SIGTERM)
+
+    def start(place: int) -> None:
+        pid = os.fork()
+        if pid:
+            places[pid] = place
+            return
+        code = 1
+        try:
+            for one in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(one, signal.SIG_DFL)
+            service.counters.worker = place
+            _run(service, listener)
+            code = 0
+        finally:
+            os._exit(code)
+
+    for place in range(workers):
+        start(place)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    ready()
+    while places:
+        pid, _ = os.wait()
+        place = places.pop(pid)
+        if not stopping:
+            logging.getLogger("fedloom.serving").warning("worker %d died; another one starts", place)
+            start(place)
+
+
+def listening(settings: Settings) -> socket.socket:
+    """The socket, which workers share."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host.strip("[]"), settings.port))
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"Cannot listen on {settings.host} port {settings.port}: {why}; give another --host or --port."
+        ) from error
+    listener.listen(2048)
+    return listener
+
+
+def _more_files() -> None:
+    """As many open connections as the system lets this user have."""
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 2 * MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(most, 2 * MOST_CONNECTIONS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

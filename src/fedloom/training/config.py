@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's config: the options of every run and those of its method, as one flat mapping and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from fedloom import algorithms
+from fedloom.adaptation.average import with_average
+from fedloom.adaptation.calibration import Privacy
+from fedloom.adaptation.prior import with_prior
+from fedloom.adaptation.tune import with_tuning
+from fedloom.core.config import build
+from fedloom.core.contract import Algorithm
+from fedloom.core.errors import unknown
+from fedloom.runs.options import RunOptions
+
+
+def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, Any]:
+    """The shared options and the method's config, from one flat mapping."""
+    shared_names = {field.name for field in fields(RunOptions)}
+    config_type = algorithms.get(method).config
+    own_names = {field.name for field in fields(config_type)}
+    for name in given:
+        if name not in shared_names | own_names:
+            raise unknown(f"option of {method}", name, shared_names | own_names)
+    shared = build(RunOptions, {k: v for k, v in given.items() if k in shared_names})
+    return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
+
+
+def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]:
+    """The run's config as one flat mapping: what the config file holds."""
+    return {"method": method, **asdict(options), **asdict(config)}
+
+
+def algorithm_of(method: str, options: RunOptions) -> Algorithm:
+    """The method, averaged and adapted as the options say."""
+    found = algorithms.get(method)
+    if options.average:
+        found = with_average(found, options.average)
+    wrapper = {"prior": with_prior, "tune": with_tuning}.get(options.adapt)
+    return wrapper(found, Privacy(options.adapt_clip, options.adapt_noise)) if wrapper else found

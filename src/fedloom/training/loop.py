@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds until the end, written down as they come: what is on disk is always a run that can go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from typing import Any
+
+from fedloom.core.errors import NeedsError, RoundError
+from fedloom.core.interrupts import taken_as_one
+from fedloom.core.task import Task
+from fedloom.core.trees import ClientId
+from fedloom.metrics.summary import Group
+from fedloom.programs.evaluation import Score
+from fedloom.progress import Display, Headline
+from fedloom.runs.directory import EMBEDDINGS, ESTIMATES, SCORES, RunDirectory
+from fedloom.runs.records import embeddings_line, scores_line
+from fedloom.runs.trackers import tracker
+from fedloom.training.trainer import Evaluation, Trainer, estimates_line
+
+SAVE_SECONDS = 60.0
+"""A checkpoint is also written when this much time has passed since the last one."""
+
+
+def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
+    """Train to the last round. If it is interrupted or a round fails, the last whole round is saved."""
+    server, options = trainer.server, trainer.server.options
+    best, is_best = best_of(directory), False
+    done = trainer.mark(), is_best  # the last round whose record is written
+    follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
+    saved = time.monotonic()
+    with taken_as_one(), follow as log, shown as screen:
+        try:
+            screen.begin(headline(trainer))
+            while server.round < options.rounds:
+                record, is_best = trainer.train_round(), False
+                evaluated = trainer.is_evaluated(server.round)
+                if evaluated:
+                    _evaluate(trainer, directory, record)
+                    is_best = better(record["metrics"], server.setup.task, best)
+                    if is_best:
+                        best = {"round": server.round, **record["metrics"]}
+                directory.append(record)
+                done = trainer.mark(), is_best
+                if evaluated or trainer.saves_every_round or time.monotonic() - saved > SAVE_SECONDS:
+                    save(trainer, directory, best=is_best)
+                    saved = time.monotonic()
+                if log is not None:
+                    log.log(_numbers(record), server.round)
+                screen.update(record)
+        except (KeyboardInterrupt, RoundError):
+            # wherever it was: in a round, in an evaluation, or between a record and its checkpoint
+            mark, is_best = done
+            trainer.go_back(mark)
+            directory.rewind(server.round)
+            if server.round not in directory.checkpoints():
+                save(trainer, directory, best=is_best)
+            directory.write_summary(_summary(trainer, directory, finished=False))
+            raise
+        if options.rounds == 0:
+            save(trainer, directory, best=False)
+        directory.write_summary(_summary(trainer, directory, finished=True))
+        screen.end(directory)
+
+
+def _evaluate(trainer: Trainer, directory: RunDirectory, record: dict[str, Any]) -> None:
+    """Evaluate, into the record and the file of scores."""
+    start = time.perf_counter()
+    found = trainer.evaluation()
+    record["metrics"] = found.metrics
+    record["dropped"] = [*record["dropped"], *(one._asdict() for one in found.dropped)]
+    record["seconds"]["evaluation"] = time.perf_counter() - start
+    record["notes"] = [*record["notes"], *found.notes]
+    write(directory, trainer, found)
+
+
+def write(directory: RunDirectory, trainer: Trainer, found: Evaluation, *, end: bool = False) -> None:
+    """The scores, embeddings and estimates behind an evaluation; ``end``: one that belongs to the end of training."""
+    task, number, last = trainer.server.setup.task, trainer.server.round, {"end": True} if end else {}
+    named = {"name": task.metric_name, "higher_is_better": task.higher_is_better}
+    for group, scores in found.scores.items():
+        columns = {name: [getattr(score, name) for score in scores.values()] for name in Score._fields}
+        directory.append_to(SCORES, {**scores_line(number, group, named, list(scores), columns), **last})
+    for who, embeddings in found.embeddings.items():
+        directory.append_to(EMBEDDINGS, {**embeddings_line(number, who, embeddings), **last})
+    if found.estimates:
+        directory.append_to(ESTIMATES, {**estimates_line(number, found.estimates), **last})
+
+
+def scores_at(directory: RunDirectory, round: int, group: Group) -> dict[ClientId, dict[str, Any]]:
+    """The scores that were written for a group of clients after a round."""
+    for line in reversed(directory.scores()):
+        if (line["round"], line["model"], line["group"], line["split"]) == (round, *group):
+            rows = zip(line["client"], *(line[name] for name in Score._fields))
+            return {client: dict(zip(Score._fields, values)) for client, *values in rows}
+    return {}
+
+
+def save(trainer: Trainer, directory: RunDirectory, best: bool) -> None:
+    """Write a checkpoint of this moment."""
+    now = trainer.now
+    if trainer.roster_is_new:
+        directory.write_roster(trainer.server.roster)
+        trainer.roster_is_new = False
+    directory.save(
+        now.round, now.state._asdict(), now.memory, trainer.meta(), best=best, keep=trainer.server.options.keep
+    )
+    trainer.saved(directory.checkpoints())
+
+
+def best_of(directory: RunDirectory) -> dict[str, Any] | None:
+    """The metrics of the best round so far, by validation."""
+    number = directory.best_round()
+    return next(({"round": number, **r["metrics"]} for r in directory.records() if r["round"] == number), None)
+
+
+def better(metrics: Mapping[str, float], task: Task, best: Mapping[str, Any] | None) -> bool:
+    """Selection by validation, never by test; the later of two equals is kept out.
+
+    An adapted run's best round is that of the plain method: participants know their classes and hardly gain by a model
+    that tells all classes apart; newcomers do.
+    """
+    names = [f"{model}/participants/val/{task.metric_name}" for model in ("plain", "deployed")]
+    name = next((name for name in names if name in metrics), None)
+    if name is None:
+        return False
+    if best is None or name not in best:
+        return True
+    gain = float(metrics[name] - best[name])
+    return gain > 0 if task.higher_is_better else gain < 0
+
+
+def headline(trainer: Trainer) -> Headline:
+    """What runs, on what: the first line of a run's display."""
+    server, options = trainer.server, trainer.server.options
+    return Headline(
+        name=server.algorithm.name,
+        dataset=options.dataset,
+        clients=len(server.setup.clients),
+        cohort=int(options.cohort),
+        unseen=len(trainer.federation.unseen),
+        models=tuple(str(model.spec) for model in server.setup.architectures.values()),
+        engine=options.engine,
+        device=options.device,
+        engine_reason=trainer.engine_reason,
+        notes=tuple(trainer.notes),
+        metric=server.setup.task.metric_name,
+        round=server.round,
+        rounds=options.rounds,
+    )
+
+
+def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[str, Any]:
+    """The run in numbers, from its records: nothing is evaluated again but what was not yet."""
+    server, options = trainer.server, trainer.server.options
+    records, best = directory.records(), best_of(directory)
+    summary: dict[str, Any] = {
+        "method": server.method,
+        "name": server.algorithm.name,
+        "finished": finished,
+        "rounds": server.round,
+        "seed": options.seed,
+        "engine": options.engine,
+        "engine_reason": trainer.engine_reason,
+        "device": options.device,
+        "metric": server.setup.task.metric_name,
+        "notes": list(trainer.notes),
+        "server_samples": 0 if server.setup.server_data is None else len(server.setup.server_data.x),
+        "dropped": sum(len(r["dropped"]) for r in records),
+        "seconds": sum(r["seconds"]["round"] for r in records),
+        "evaluation_seconds": sum(r["seconds"].get("evaluation", 0.0) for r in records),
+        "bytes": {way: sum(r["bytes"][way] for r in records) for way in ("down", "up")},
+        "best": best,
+    }
+    if not finished:
+        return summary
+    if not records or "metrics" not in records[-1]:  # a run of no rounds
+        found = trainer.evaluation()
+        write(directory, trainer, found, end=True)
+        metrics = found.metrics
+    else:
+        metrics = records[-1]["metrics"]
+    summary["last"] = {"round": server.round, **metrics}
+    chosen = best["round"] if best else server.round
+    summary["clients"] = scores_at(directory, chosen, Group("deployed", "participants", "test"))
+    if trainer.federation.unseen:
+        try:
+            summary["unseen"] = _unseen(trainer, directory, metrics)
+            if best and best["round"] != server.round:
+                best |= _unseen_at(trainer, directory, best)
+        except (NeedsError, RoundError) as reason:  # training is done, and its numbers stand
+            summary["unseen"] = {"reason": str(reason)}
+        if best and best["round"] == server.round:
+            best |= {name: value for name, value in summary["unseen"].items() if name != "reason"}
+    return summary
+
+
+def _unseen(trainer: Trainer, directory: RunDirectory, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of unseen clients now, unless they are ``known``."""
+    found = {name: value for name, value in known.items() if name.split("/")[1:2] == ["unseen"]}
+    if found:
+        return found
+    unseen = trainer.evaluation_of_unseen()
+    write(directory, trainer, unseen, end=True)
+    return unseen.metrics
+
+
+def _unseen_at(trainer: Trainer, directory: RunDirectory, best: Mapping[str, Any]) -> dict[str, Any]:
+    """Those at the best round. Clients on machines of their own are not asked for what they had then."""
+    if not trainer.server.memories_here:
+        return {}
+    now = trainer.mark()
+    trainer.server.restore(directory.load("best"))
+    try:
+        return _unseen(trainer, directory, best)
+    finally:
+        trainer.go_back(now)
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    found = {**record["diagnostics"], **record.get("metrics", {})}
+    found |= {f"seconds/{k}": v for k, v in record["seconds"].items()}
+    return found | {f"bytes/{k}": v for k, v in record["bytes"].items()}

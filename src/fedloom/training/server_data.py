@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of the server's own (``--server-data``): a share of the training data, or another dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fedloom.core.contract import Model, ServerData
+from fedloom.core.errors import ConfigError, DataError
+from fedloom.core.task import Task
+from fedloom.data.arrays import digest_of
+from fedloom.data.own import samples_from_npz
+from fedloom.data.registry import load
+
+
+class Form(NamedTuple):
+    """What samples are like in a federation."""
+
+    shape: tuple[int, ...]
+    num_classes: int
+    """0 for a task without classes."""
+    target_shape: tuple[int, ...]
+    """Of one target; () for a label."""
+
+    @classmethod
+    def of(cls, model: Model, task: Task, target_shape: tuple[int, ...] = ()) -> Form:
+        """As this model takes them and this task has them."""
+        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape)
+
+
+class ServerSamples(NamedTuple):
+    """The server's samples, and where they are from."""
+
+    x: np.ndarray  # (samples, ...)
+    y: np.ndarray | None  # None: without labels
+    source: str
+
+    @property
+    def note(self) -> str:
+        """For the records of a run."""
+        kind = "unlabelled" if self.y is None else "labelled"
+        return f"the server has {len(self.x)} {kind} samples of its own ({self.source})"
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> ServerData:
+        """As methods get them."""
+        y = None if self.y is None else torch.as_tensor(self.y)
+        if y is not None:
+            y = y.to(device, dtype if y.is_floating_point() else torch.int64)
+        return ServerData(torch.as_tensor(self.x).to(device, dtype), y)
+
+    def digest(self) -> str:
+        """A fingerprint of the samples and their labels."""
+        return digest_of(self.x, *(() if self.y is None else (self.y,)))
+
+
+def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> ServerSamples:
+    """The training data of a dataset, given by name, file or folder; of data without a split, all of them.
+
+    A file needs labels only if they are wanted.
+    """
+    if not labelled and Path(name).suffix == ".npz":
+        x, y = samples_from_npz(Path(name).expanduser())[0], None
+        classes, targets = 0, ()
+    else:
+        arrays = load(name, data_root)
+        rows = slice(None) if arrays.split is None else arrays.split == "train"
+        x, y, classes, targets = arrays.x[rows], arrays.y[rows], arrays.num_classes, tuple(arrays.y.shape[1:])
+    what = f"--server-data {name}"
+    if not len(x):
+        raise DataError(f"{what} has no training samples. Give a dataset that has some.")
+    if x.shape[1:] != form.shape:
+        raise DataError(
+            f"{what} has samples of shape {x.shape[1:]}; the clients' have {form.shape}. Give data of the same shape."
+        )
+    if not np.isfinite(x).all():
+        raise DataError(f"{what} has NaN or infinite values in x; remove or replace those samples.")
+    if labelled and bool(classes) != bool(form.num_classes):
+        has, wanted = ("class labels", "real-valued targets") if classes else ("real-valued targets", "class labels")
+        raise DataError(f"{what} has {has}; the clients have {wanted}. Give data for the same task.")
+    if labelled and (classes > form.num_classes or targets != form.target_shape):
+        mine, theirs = (classes, form.num_classes) if classes else (targets, form.target_shape)
+        kind = "{} classes" if classes else "targets of shape {}"
+        raise DataError(f"{what} has {kind.format(mine)}; the clients have {kind.format(theirs)}. Give data that fit.")
+    return ServerSamples(x, y if labelled else None, name)
+
+
+def share_is_refused(server_data: float | str) -> None:
+    """Refuse a share of the training data, where clients alone have data."""
+    if not isinstance(server_data, str) and server_data:
+        raise ConfigError(
+            f"server-data is {server_data:g}, a share of the training data, which the server of a deployed federation "
+            "does not have. Give a dataset's name or an .npz file of its own."
+        )

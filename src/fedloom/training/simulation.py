@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in this process, built from options and data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.clients.federation import SPLITS, Federation, federate
+from fedloom.clients.partition import Partition, partition
+from fedloom.clients.shift import apply_shift
+from fedloom.core.contract import Needs, Sent, Setup
+from fedloom.core.errors import ConfigError
+from fedloom.core.random import stream
+from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.core.trees import ClientId, num_bytes
+from fedloom.data.arrays import Arrays
+from fedloom.engines.auto import ENGINES, choose, heavy
+from fedloom.engines.machine import Machine
+from fedloom.engines.memories import Memories
+from fedloom.engines.parallel import AbstractParallel
+from fedloom.engines.workers import cores
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
+from fedloom.runs.options import RunOptions
+from fedloom.runs.records import PANEL
+from fedloom.runs.roster import Member, Roster
+from fedloom.training.config import algorithm_of
+from fedloom.training.machine import THREADS, device_of, task_named
+from fedloom.training.server import Server
+from fedloom.training.server_data import Form, ServerSamples, read
+from fedloom.training.trainer import Trainer
+
+MOST_THREADS = 8
+"""More threads than this wait for each other: operators of small models are short."""
+
+HEAVY_SERVER = 16 << 20
+"""Bytes of server state from which its operators gain by several threads."""
+
+
+def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
+    """Partition and number of clients, where they are left to the data: clients that the data name stay as they are."""
+    scheme = options.partition
+    if scheme == "auto":
+        classes = min(2, arrays.num_classes)
+        scheme = "group:client" if "client" in arrays.groups else f"classes:{classes}" if classes else "iid"
+    clients = options.clients
+    if clients is None:
+        named = arrays.groups.get(scheme.removeprefix("group:")) if scheme.startswith("group:") else None
+        everybody = 20 if named is None else len(np.unique(named))
+        held_out = options.unseen if options.unseen >= 1 else round(options.unseen * everybody)
+        clients = everybody if named is None else max(1, everybody - int(held_out))
+    return replace(options, partition=scheme, clients=clients)
+
+
+def split(options: RunOptions, arrays: Arrays) -> Partition:
+    """Who holds which samples; those that the server keeps (``server_rows``) are nobody's."""
+    options = resolve(options, arrays)
+    assert options.clients is not None
+    rows = np.setdiff1d(np.arange(len(arrays)), server_rows(options, arrays))
+    dealt = partition(
+        arrays.y[rows],
+        options.partition,
+        options.clients,
+        options.seed,
+        split=None if arrays.split is None else arrays.split[rows],
+        groups={name: members[rows] for name, members in arrays.groups.items()},
+        unseen=options.unseen,
+        unseen_scheme=options.unseen_partition,
+        val_share=options.val_share,
+        test_share=options.test_share,
+    )
+    if len(rows) == len(arrays):
+        return dealt
+    held = [replace(c, train=rows[c.train], val=rows[c.val], test=rows[c.test]) for c in dealt.clients]
+    return replace(dealt, clients=tuple(held), unused=rows[dealt.unused])
+
+
+def server_rows(options: RunOptions, arrays: Arrays) -> np.ndarray:
+    """The training samples that the server keeps for itself (``--server-data``), cut before any are dealt."""
+    share = options.server_share
+    if not share:
+        return np.arange(0)
+    train = np.arange(len(arrays)) if arrays.split is None else np.flatnonzero(arrays.split == "train")
+    number = round(share * len(train))
+    if not 0 < number < len(train):
+        raise ConfigError(
+            f"--server-data {share:g} of {len(train)} training samples is {number}; give a share that "
+            "leaves some for the server and some for clients."
+        )
+    return np.sort(stream(options.seed, "server data").permutation(train)[:number])
+
+
+class Simulation(Trainer):
+    """A federation whose clients live in this process, built from options and data."""
+
+    def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
+        algorithm, self.arrays = algorithm_of(method, options), arrays
+        options = resolve(options, arrays)
+        given = options.threads
+        THREADS.set(given or min(THREADS.usual(), cores(), MOST_THREADS))
+        self.partition = split(options, arrays)
+        federation = federation_of(options, arrays, self.partition)
+        participants = federation.participants
+        cohort = options.cohort_of(len(participants), algorithm.cohort)
+        workers = options.workers or cores()
+        name, reason = choose(options.engine, federation.device, federation.models.values(), cohort, workers)
+        machine = Machine(options.workers, options.precision, options.convolutions == "own")
+        engine = ENGINES[name](federation, algorithm, config, options.seed, machine)
+        options = replace(
+            options,
+            clients=len(participants),
+            cohort=cohort,
+            engine=name,
+            device=str(federation.device),
+            threads=torch.get_num_threads(),
+        )
+        self.server_samples = self._server_samples(options, algorithm.needs, federation)
+        own = self.server_samples and self.server_samples.on(federation.device, federation.dtype)
+        setup: Setup[Any] = Setup(
+            config, participants, federation.models, federation.task, options.seed, federation.device, federation.dtype,
+            options.rounds, own, engine.replay,
+        )  # fmt: skip
+        engine.machine.take_over(federation.device)
+        server = Server(method, algorithm, options, roster_of(federation, arrays), setup)
+        # elsewhere than on a GPU nobody would work while the checks are read
+        super().__init__(server, engine, reason, looks_ahead=federation.device.type == "cuda")
+        light = num_bytes(server.state._asdict()) < HEAVY_SERVER
+        small = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
+        if not given and light and small and federation.device.type == "cpu":
+            THREADS.set(1)
+            server.options = replace(options, threads=1)
+        self.notes = [*self.partition.notes, *([self.server_samples.note] if self.server_samples else [])]
+        # what is evaluated with everybody else costs no training, and means something before the last round
+        self.tries_newcomers = (
+            bool(federation.unseen)
+            and algorithm.admit is not None
+            and not algorithm.needs_labels(config)
+            and algorithm.newcomers_at == "best"
+        )
+
+    def _server_samples(self, options: RunOptions, needs: Needs, federation: Federation) -> ServerSamples | None:
+        """What the server has of its own, with labels only if the method needs them."""
+        labelled = needs.server_data == "labelled"
+        if isinstance(options.server_data, str):
+            form = Form.of(next(iter(federation.models.values())), federation.task, tuple(self.arrays.y.shape[1:]))
+            return read(options.server_data, options.data_root, form, labelled=labelled)
+        rows = server_rows(options, self.arrays)
+        if not len(rows):
+            return None
+        source = f"{options.server_share:g} of the training data"
+        return ServerSamples(self.arrays.x[rows], self.arrays.y[rows] if labelled else None, source)
+
+    @cached_property
+    def data_digest(self) -> str:
+        """A fingerprint of the data: the clients', and the server's if they are of another source."""
+        own = self.server_samples if isinstance(self.server.options.server_data, str) else None
+        return self.arrays.digest() + (own.digest() if own else "")
+
+    def meta(self) -> dict[str, Any]:
+        """As ``Trainer.meta``, and which data these are."""
+        return {**super().meta(), "digests": {"data": self.data_digest}}
+
+    def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
+        """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
+        shown, roster = self.federation, dict(self.federation.roster)
+        if not self.server.algorithm.needs_labels(self.server.config):
+            rows = np.concatenate([roster[client].rows["train"] for client in newcomers])
+            hidden = shown.y.clone()
+            hidden[torch.as_tensor(rows, device=hidden.device)] = -1  # out of reach
+            shown = replace(shown, y=hidden)
+        for client in newcomers if samples else ():
+            own = roster[client].rows
+            draw = stream(self.server.options.seed, client, "samples of a newcomer")
+            kept = draw.permutation(own["train"])[:samples]
+            roster[client] = replace(roster[client], rows={**own, "train": np.sort(kept)})
+        session = self.engine.session("admission", memory, federation=replace(shown, roster=roster))
+        return self.server.admit(session, newcomers), session.memory
+
+
+def roster_of(federation: Federation, arrays: Arrays) -> Roster:
+    """The roster of a simulated federation."""
+    model = next(iter(federation.models.values()))
+    classes = arrays.num_classes if len(federation.roster) <= PANEL else 0
+    members = [
+        Member(
+            client.id,
+            client.unseen,
+            str(client.model.spec),
+            client.model.size,
+            {split: len(client.rows[split]) for split in SPLITS},
+            tuple(np.bincount(arrays.y[client.of("all")], minlength=classes).tolist()) if classes else (),
+        )
+        for client in federation.roster.values()
+    ]
+    names, targets = tuple(arrays.class_names or ()), tuple(federation.y.shape[1:])
+    return Roster(model.input_shape, model.num_outputs, arrays.num_classes, names, targets, members)
+
+
+def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:
+    """The clients of a simulation, with their data and models."""
+    device, dtype = device_of(options.device), getattr(torch, options.dtype)
+    task = task_of(options.task, arrays)
+    outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
+    shape = tuple(arrays.x.shape[1:])
+    names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+    narrow = torch.bfloat16 if options.precision == "bf16" else dtype
+
+    def networks(names: str) -> list[Model]:
+        specs = [parse(name, shape, outputs) for name in names.split(",") if name]
+        return [Model(spec, device, dtype, training_dtype=narrow) for spec in specs]
+
+    models, others = networks(names), networks(options.unseen_model or "")
+    x = arrays.x
+    if options.unseen_shift:
+        held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *held])
+        x = x.copy()
+        low, high = x.min(), x.max()
+        x[rows] = apply_shift(
+            x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
+        )
+    return federate(x, arrays.y, parts, models, task, device, dtype, others)
+
+
+def task_of(name: str, arrays: Arrays) -> Task:
+    """The task that ``name`` stands for."""
+    if name == "auto":
+        return CLASSIFICATION if arrays.num_classes else REGRESSION
+    task = task_named(name)
+    if task is REGRESSION and arrays.num_classes:
+        raise ConfigError(
+            f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "
+            "in y, or use classification."
+        )
+    if task.class_scores and not arrays.num_classes:
+        raise ConfigError(f"--task {name} needs class labels; {arrays.name} has real-valued targets. Use regression.")
+    return task

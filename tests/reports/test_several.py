@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from fedloom.core.errors import ConfigError, RunError
+from fedloom.reports import several as module
+from fedloom.reports.report import chart, page, write
+from fedloom.reports.several import cells, several
+from made import made_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two methods with three seeds; pFedHN's clients are 0.1 better."""
+    for seed in range(3):
+        for method, lift in (("fedavg", 0.0), ("pfedhn", 0.1)):
+            made_run(tmp_path / f"{method}-{seed}", method=method, seed=seed, lift=lift)
+    return tmp_path
+
+
+def test_the_baseline_is_the_first_or_the_one_that_is_named(runs: Path) -> None:
+    assert several([runs]).baseline.label == "FedAvg"
+    found = several([runs], "pfedhn")
+    assert (found.baseline.label, [m.label for m in found.others]) == ("pFedHN", ["FedAvg"])
+    with pytest.raises(ConfigError, match="Unknown baseline 'nobody'"):
+        several([runs], "nobody")
+
+
+def test_rows_of_one_method_are_named_by_what_differs(tmp_path: Path) -> None:
+    for rate in (0.1, 0.2):
+        made_run(tmp_path / str(rate), local_lr=rate)
+    found = several([tmp_path])
+    assert [m.label for m in found.methods] == ["pFedHN, local lr 0.1", "pFedHN, local lr 0.2"]
+    assert several([tmp_path], "pFedHN, local lr 0.2").baseline is not found.methods[0]
+    with pytest.raises(ConfigError, match="is 2 rows"):
+        several([tmp_path], "pfedhn")
+
+
+def test_the_table_and_the_sentences_say_the_same(runs: Path) -> None:
+    """The same seed draws the same clients and noise: every difference is 0.1 but where a score is cut off at 1."""
+    found = several([runs])
+    (sentence,) = found.verdicts()
+    assert sentence.startswith("pFedHN is better than FedAvg by ")
+    table = cells(found)
+    columns = dict(zip(table.columns, table.rows[1]))
+    size = f"{100 * found.paired()[0].interval.mean:.1f}"
+    assert columns["difference to FedAvg"].startswith(f"+{size} ± ")
+    assert size in sentence
+    assert table.rows[0][table.columns.index("difference to FedAvg")] == "baseline"
+
+
+def test_one_seed_says_nothing_of_the_method(tmp_path: Path) -> None:
+    for method, lift in (("fedavg", 0.0), ("pfedhn", 0.2)):
+        made_run(tmp_path / method, method=method, lift=lift)
+    told = several([tmp_path]).verdicts()
+    assert told[-1].startswith("One seed: nothing is said about the methods")
+    made = page([tmp_path])
+    assert any("nothing is said about a method" in text for text in made.warnings)
+    assert "±" not in made.tiles[0].value
+
+
+def test_runs_of_other_federations_are_not_compared(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", method="fedavg")
+    made_run(tmp_path / "b", method="pfedhn", partition="iid")
+    found = several([tmp_path])
+    assert found.paired() == [] and found.verdicts() == []
+    made = page([tmp_path])
+    assert "These runs are not of one federation" in made.refusal
+    assert "pairs" not in [section.id for section in made.sections]
+
+
+def test_another_split_is_not_paired(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", method="fedavg", clients=["a", "b"])
+    made_run(tmp_path / "b", method="pfedhn", clients=["c", "d"])
+    assert several([tmp_path]).paired() == []
+    assert any("hence no difference" in text for text in page([tmp_path]).warnings)
+
+
+def test_unequal_budgets_and_late_bests_are_said(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", method="fedavg", rounds=4)
+    made_run(tmp_path / "b", method="pfedhn", rounds=8)
+    told = page([tmp_path]).warnings
+    assert any(text.startswith("The methods did not ask clients equally often: FedAvg 20, pFedHN 40") for text in told)
+
+
+def test_a_sweep_of_one_option_and_of_two(tmp_path: Path) -> None:
+    for noise in (0.0, 0.1, 0.2):
+        made_run(tmp_path / "one" / str(noise), laplace_noise=noise)
+    made = chart([tmp_path / "one"], "sweep")
+    assert (made.kind, made.data["value"]) == ("lines", [0.0, 0.1, 0.2])
+    for rate in (0.1, 0.2):
+        for steps in (5, 10):
+            made_run(tmp_path / "two" / f"{rate}-{steps}", local_lr=rate, local_steps=steps)
+    made = chart([tmp_path / "two"], "sweep")
+    assert (made.kind, len(made.data["metric"])) == ("heat", 4)
+    with pytest.raises(RunError, match="three runs or more that differ in one option"):
+        chart([tmp_path / "one" / "0.0", tmp_path / "one" / "0.1"], "sweep")
+
+
+def test_every_chart_draws(runs: Path) -> None:
+    for name in module.CHARTS:
+        if name != "sweep":
+            assert chart([runs], name).rows
+
+
+def test_who_gains_and_loses_is_sorted_for_each_method(runs: Path) -> None:
+    made = chart([runs], "winners", "fedavg")
+    assert made.data["difference"] == sorted(made.data["difference"])
+    assert len(made.data["client"]) == 30
+
+
+def test_a_report_of_several_lies_where_all_of_them_lie(runs: Path) -> None:
+    assert write([runs]) == runs / "report.html"
+    assert write([runs / "fedavg-0", runs / "pfedhn-0"], runs / "other.html") == runs / "other.html"
+    with pytest.raises(ConfigError, match="--baseline is for several runs"):
+        write([runs / "fedavg-0"], baseline="fedavg")

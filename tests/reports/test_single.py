@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page of one run says, and what it does without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.reports import one
+from fedloom.reports.facts import Facts
+from fedloom.reports.single import charts_of, page_of, warnings
+from fedloom.runs.directory import SCORES, RunDirectory
+from fedloom.runs.records import scores_line
+from made import made_run
+
+ERROR = {"name": "absolute_error", "higher_is_better": False}
+
+
+def facts(run: RunDirectory) -> Facts:
+    return Facts.read(run)
+
+
+def test_a_run_is_read_at_the_round_that_validation_chose(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", rounds=8, finished=False)
+    found = facts(run)
+    values = {r["round"]: r["metrics"]["deployed/participants/val/accuracy"] for r in run.records() if "metrics" in r}
+    assert found.shown == max(values, key=lambda number: (values[number], -number))
+    assert warnings(found)[0] == "The run has not finished: 8 of 8 rounds are done."
+
+
+def test_a_smaller_error_is_better(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"method": "fedavg", "rounds": 2, "seed": 0, "dataset": "waves"})
+    for number, value in ((1, 0.5), (2, 0.7)):
+        for split in ("val", "test"):
+            columns = {"metric": [value, value + 0.2], "loss": [1.0, 1.0], "samples": [5, 5]}
+            group = ("deployed", "participants", split)
+            run.append_to(SCORES, scores_line(number, group, ERROR, ["a", "b"], columns))
+        metrics = {f"deployed/participants/{split}/absolute_error": value + 0.1 for split in ("val", "test")}
+        run.append(record(number, metrics=metrics))
+    found = facts(run)
+    assert (found.metric, found.higher_is_better, found.is_share, found.shown) == ("absolute_error", False, False, 1)
+    chart = one.clients(found)
+    assert chart is not None and chart.data["client"] == ["b", "a"] and not chart.low  # worst first, no interval
+    assert (
+        "mean test absolute error of 0.6 over 2 clients; the tenth that fares worst has 0.7"
+        in page_of(found).verdict[0]
+    )
+
+
+def record(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "round": number, "clients": 2, "dropped": [], "bytes": {"down": 1, "up": 1}, "seconds": {"round": 0.1},
+        "diagnostics": {"local_loss": 1.0}, "notes": [], **more,
+    }  # fmt: skip
+
+
+def test_a_federation_of_machines_has_no_class_counts(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    roster = run.roster()
+    run.write_roster(roster._replace(members=[m._replace(labels=(), model=None) for m in roster.members]))
+    found = facts(run)
+    names = charts_of(found)
+    assert not {"split", "newcomers"} & set(names) and {"curves", "clients", "embeddings", "traffic"} <= set(names)
+    assert page_of(found).sections
+
+
+def test_training_that_came_apart_is_said(tmp_path: Path) -> None:
+    for name, losses in (("nan", [1.0, None]), ("high", [1.0, 0.5, 9.0])):
+        run = made_run(tmp_path / name, rounds=2)
+        (run.path / "metrics.jsonl").unlink()
+        for number, loss in enumerate(losses, start=1):
+            run.append(record(number, diagnostics={"local_loss": loss}))
+        assert any(text.startswith("Training came apart") for text in warnings(facts(run)))
+    assert not any("came apart" in text for text in warnings(facts(made_run(tmp_path / "fine"))))
+
+
+def test_few_samples_dropped_replies_and_late_bests_are_said(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", rounds=4, lift=-0.3)
+    last = run.records()[-1]
+    dropped = [{"client": "1", "program": "train", "reason": "is gone"}]
+    (run.path / "metrics.jsonl").write_text("")
+    for number in range(1, 5):
+        run.append({**last, "round": number, "dropped": dropped})
+    told = " ".join(warnings(facts(run)))
+    assert "Replies were not used: 4, of 1 of the clients." in told
+    assert "All test data together are 100 samples" in told
+    tables = [
+        block for section in page_of(facts(run)).sections for block in section.blocks if block.get("id") == "dropped"
+    ]
+    assert tables[0]["rows"] == [["1", "train", "is gone", 4, 4]]
+
+
+def test_large_federations_show_a_panel_and_say_so(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", clients=one.MOST + 500, unseen=0, rounds=2)
+    chart = one.clients(facts(run))
+    assert chart is not None and chart.rows <= one.MOST
+    assert f"of {one.MOST + 500:,} clients, evenly from the roster" in chart.caption
+
+
+def test_bands_of_a_panel_are_those_of_everybody(tmp_path: Path) -> None:
+    """Quantiles of all clients are in the line: 0, 1, ... 100."""
+    run = made_run(tmp_path / "run", rounds=2)
+    columns = {"metric": [0.5], "loss": [1.0], "samples": [1]}
+    line = scores_line(
+        9, ("deployed", "participants", "test"), {"name": "accuracy", "higher_is_better": True}, ["a"], columns
+    )
+    run.append_to(SCORES, {**line, "clients": 20_000, "quantiles": {"metric": [p / 100 for p in range(101)]}})
+    scores = facts(run).scores(9)
+    assert scores is not None and scores.band(0.1) == pytest.approx((0.1, 0.9)) and scores.everybody == 20_000
+
+
+@pytest.mark.parametrize("name", ["mix.json", "admission.json"])
+def test_what_was_found_out_later_is_shown(tmp_path: Path, name: str) -> None:
+    run = made_run(tmp_path / "run")
+    points = [{"admission_round": n, "client": ["new 0"], "metric": [0.5]} for n in range(3)]
+    extra = {
+        "mix.json": {"round": 6, "client": ["0"], "metric": [[1.0]]},
+        "admission.json": {"round": 6, "points": points},
+    }
+    assert name.removesuffix(".json") not in charts_of(facts(run))
+    run.write_extra(name, extra[name])
+    assert name.removesuffix(".json") in charts_of(facts(run))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run, in a tiny case each and as far as a CPU goes. What they measure is in docs/performance.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.data.arrays import Arrays
+from fedloom.engines import capture
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+def loaded(name: str) -> ModuleType:
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def benchmark(request: pytest.FixtureRequest) -> ModuleType:
+    """The benchmark that the test is named for."""
+    return loaded(request.node.name.removeprefix("test_").partition("_")[0])
+
+
+@pytest.fixture
+def images() -> Arrays:
+    """40 random images of each of ten classes, in the form of CIFAR-10."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((400, 3, 32, 32), dtype=np.float32), np.repeat(np.arange(10), 40)
+    return Arrays("random", x, y, 10)
+
+
+def run_main(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Its command line. How many threads operators have is as before."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__, *map(str, words)])
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def on_cpu(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(benchmark, "STEPS", 2)
+    monkeypatch.setattr(capture, "MIN_COMPILED_STEPS", capture.MIN_COMPILED_STEPS)  # which it sets
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_gpu_rounds(benchmark: ModuleType) -> None:
+    """Rounds of a cohort, by the engine and by the plain loop."""
+    one_round, engine = benchmark.fedloom_rounds(2, 4, compiled=False, registered=3)
+    assert [one_round(number) > 0 for number in range(2)] == [True, True]
+    assert not engine.notes
+    assert benchmark.plain_rounds(1, 4)(0) == 0.0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_gpu_schedule(
+    benchmark: ModuleType, images: Arrays, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole training, with its evaluations."""
+    monkeypatch.setattr(benchmark, "UPDATES", 12)
+    monkeypatch.setattr(benchmark, "load", lambda name, root: images)
+    benchmark.schedule(argparse.Namespace(data_root=None, cohorts=[1], ways=["recorded"]))
+    assert "recorded" in capsys.readouterr().out
+
+
+def test_engines(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_main(benchmark, monkeypatch, "--clients", 3, "--steps", 2, "--batch", 4, "--repeats", 1)
+    out = capsys.readouterr().out
+    assert out.count("<-") == 2  # which engine auto takes, for each network
+    for way in ("plain loop", "sequential", "parallel", "vectorised", "parallel_vectorised"):
+        assert f" {way} " in out
+
+
+def test_dense(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_main(benchmark, monkeypatch, "--clients", 2, "--rounds", 1)
+    assert capsys.readouterr().out.count(" µs") == 5
+
+
+def test_scale(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.one(60, 4, "cpu")
+    assert "60 clients:" in capsys.readouterr().out
+
+
+def test_newcomers(benchmark: ModuleType, images: Arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two rounds of everything, with both hypernetworks beside it."""
+    small = benchmark.Setting("random", "random", "dirichlet:0.5", clients=10, unseen=2)
+    monkeypatch.setitem(benchmark.SETTINGS, "cifar10-0.5", small)
+    monkeypatch.setattr(benchmark, "load", lambda name, root: images)
+    words = ["--out", tmp_path, "--settings", "cifar10-0.5", "--seeds", 0, "--model", "mlp:hidden=8", "--rounds", 2]
+    more = [
+        "--cohort",
+        3,
+        "--local-steps",
+        2,
+        "--repetitions",
+        2,
+        "--device",
+        "cpu",
+        "--pfedhn",
+        "--it-pfl-hn",
+        "paper",
+    ]
+    run_main(benchmark, monkeypatch, *words, *more)
+    found = json.loads((tmp_path / "cifar10-0.5.json").read_text())
+    assert set(found["curves"]) == {benchmark.RAW, benchmark.EM, benchmark.OURS, benchmark.UNCALIBRATED}
+    assert benchmark.PFEDHN in found["levels"]
+    assert (tmp_path / "cifar10-0.5.svg").stat().st_size
+
+
+def test_peers(benchmark: ModuleType, tmp_path: Path) -> None:
+    """Our own contender; the peers' have an environment of theirs."""
+    x, y = np.random.default_rng(0).random((40, 1, 28, 28), dtype=np.float32), np.arange(40) % 10
+    benchmark.write_data(Arrays("random", x, y, 10), tmp_path / "data.pt", 4, 8)
+    about = {"clients": 4, "steps": 2, "batch": 4, "rounds": 3, "workers": 1, "rate": 0.05, "momentum": 0}
+    work = [f"--{name}={value}" for name, value in about.items()]
+    command = [sys.executable, benchmark.APPS / "with_fedloom.py", "--network=mlp", f"--data={tmp_path / 'data.pt'}"]
+    seconds, loss = benchmark.one_start([*command, *work], {"PYTHONPATH": ":".join(filter(None, sys.path))})
+    assert len(seconds) == 1 and loss > 0
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_every_benchmark_imports_what_there_is(name: str) -> None:
+    assert loaded(name).main
