@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedloom"
 ORDER = ["core", "data", "clients", "models", "programs", "privacy", "looms", "adaptation", "engines", "algorithms",
-         "metrics", "runs", "progress", "training", "reports", "deploy", "api", "serving", "cli",
+         "metrics", "runs", "progress", "training", "reports", "deploy", "api", "serving", "tables", "cli",
          "__main__"]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 

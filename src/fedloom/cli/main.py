@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import fedloom
 from fedloom import algorithms
-from fedloom.cli import catalogue, data, deploy, look, new, run, runs, serving
+from fedloom.cli import catalogue, data, deploy, look, new, run, runs, serving, tables
 from fedloom.cli.output import INTERRUPTED, USER_ERROR, friendly, sentence_of, tell
 from fedloom.core.interrupts import ignore, take_as_one
 
@@ -83,6 +83,7 @@ def application(words: Sequence[str]) -> typer.Typer:
         *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
         *(serving.bundle, serving.serve, serving.token, serving.join),
         *(look.report, look.watch),
+        *(tables.table, tables.board),
         *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
     )
     for command in commands:

@@ -47,7 +47,7 @@ def with_method(words: Sequence[str]) -> list[str]:
     content = read(file)
     method = content.get("method")
     if "rows" in content:
-        raise ConfigError(f"{file} is the recipe of a table; run it with `python benchmarks/recipes.py {file}`.")
+        raise ConfigError(f"{file} is the recipe of a table; run it with `fedloom table {file}`.")
     if method is None:
         raise ConfigError(f"{file} names no method; write `fedloom run METHOD --config {file}`.")
     algorithms.place(str(method), f"method in {file}")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe: a published table as a YAML file.
+
+``title``, ``setting`` (a few words, for the board), ``source`` (the citation), ``note``, ``seeds``, ``columns``,
+``evaluations`` (how many in a run), ``options`` (what all rows share and what differs from the defaults) and ``rows``.
+
+A row has a ``name``, the ``paper``'s figure, if it has one, and either a ``method`` with ``options`` of its own, which
+is trained; or ``of``, the name of a row that is trained and tried here in another way: with ``adapt: prior``, with
+participants' models for newcomers (``mode``), with few ``samples`` of each newcomer, with other ``options``.
+``choose: {option: [values]}`` trains a row with each value, for the seeds in ``choose_seeds`` (all, unless given); with
+the value that is best on the participants' validation data it is trained for the other seeds too. ``each: {what:
+[values]}`` makes a row for every combination of values, of options or of what a row can have. ``board`` is the row's
+name on the board, if that is another one; empty, to leave it out.
+
+A file without rows is a config of ``fedloom run``: one row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedloom import algorithms
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.trust import check as check_trust
+from fedloom.runs.files import read_file
+from fedloom.runs.options import RunOptions
+
+COLUMNS: Mapping[str, tuple[Literal["best", "last"], str, str]] = {
+    # the checkpoint, the clients' data, the metric
+    "best": ("best", "participants/test", "accuracy"),
+    "last": ("last", "participants/test", "accuracy"),
+    "pooled best": ("best", "participants/test", "accuracy_pooled"),
+    "pooled last": ("last", "participants/test", "accuracy_pooled"),
+    "val": ("best", "participants/val", "accuracy"),
+    "unseen": ("last", "unseen/test", "accuracy"),
+    "unseen best": ("best", "unseen/test", "accuracy"),
+    "zACC": ("last", "unseen/all", "accuracy"),
+    "zACC best": ("best", "unseen/all", "accuracy"),
+}
+"""What a column shows, in per cent. Participants' validation data choose the best checkpoint."""
+
+SHOWN = {"samples": "n = {}", "descriptor_epsilon": "epsilon = {}", "local_lr": "rate {}"}
+"""How values are written in the name of a row; others are written as they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    paper: float | str | None = None
+    method: str = ""
+    of: str = ""
+    adapt: str | None = None
+    mode: str = "admit"
+    samples: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    choose: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    board: str | None = None
+
+    def variants(self) -> Iterator[dict[str, Any]]:
+        """The options of each run of this row, for one seed."""
+        if not self.choose:
+            yield {}
+        for name, values in self.choose.items():
+            yield from ({name: value} for value in values)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A table."""
+
+    title: str
+    rows: tuple[Row, ...]
+    setting: str = ""
+    source: str = ""
+    note: str = ""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    choose_seeds: tuple[int, ...] | None = None
+    columns: tuple[str, ...] = ("best", "last")
+    evaluations: int = 10
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def trained(self, row: Row) -> Row:
+        """The row whose run this row is about."""
+        return self.row(row.of) if row.of else row
+
+    def row(self, name: str) -> Row:
+        """The row of that name."""
+        names = [row.name for row in self.rows]
+        if name not in names:
+            raise unknown("row", name, names)
+        return self.rows[names.index(name)]
+
+    def settings(self, row: Row, rounds: int | None) -> dict[str, Any]:
+        """The options that a row is trained with; with ``rounds``, shortened or prolonged in proportion."""
+        given = {**self.options, **row.options}
+        if rounds is not None:
+            first = {**self.options, **self.rows[0].options}["rounds"]
+            for name in ("rounds", "finetune_after"):
+                if name in given:
+                    given[name] = max(1, round(given[name] * rounds / first))
+        return {"eval_every": max(1, given["rounds"] // self.evaluations), **given}
+
+
+def read(path: Path, trust: bool = False) -> Recipe:
+    """A recipe from its file, checked; it names no code outside of fedloom without the user's trust."""
+    recipe = _read(path)
+    for row in recipe.rows:
+        config = algorithms.get(recipe.trained(row).method).config
+        for chosen in row.variants():
+            check_trust(path, {**recipe.options, **row.options, **chosen}, RunOptions, config, trust=trust)
+    return recipe
+
+
+def _read(path: Path) -> Recipe:
+    try:
+        content = yaml.safe_load(read_file(path))
+    except OSError as error:
+        raise ConfigError(f"Cannot read the recipe {path}: {error.strerror or error}; give a YAML file.") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}; write a recipe as those in recipes/.") from error
+    if not isinstance(content, dict) or not ("rows" in content or "method" in content):
+        raise ConfigError(f"{path} is no recipe; expected a mapping with rows, each with a method.")
+    if "rows" not in content:
+        options = {name: value for name, value in content.items() if name != "method"}
+        row = Row(name=content["method"], method=content["method"])
+        return Recipe(path.stem, (row,), options={"rounds": RunOptions().rounds, **options})
+    try:
+        rows = tuple(row for described in content.pop("rows") for row in expanded(described))
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+        recipe = Recipe(rows=rows, **given)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{path} is no recipe ({error}); expected what those in recipes/ have.") from error
+    names = [row.name for row in rows]
+    for row in rows:
+        if names.count(row.name) > 1:
+            raise ConfigError(f"{path} has two rows called {row.name!r}; give each a name of its own.")
+        if bool(row.method) == bool(row.of) or (row.of and (row.of not in names or recipe.row(row.of).of)):
+            raise ConfigError(f"{path}: the row {row.name!r} needs either a method or, in `of`, another row's name.")
+    wrong = [column for column in recipe.columns if column not in COLUMNS]
+    if wrong:
+        raise ConfigError(f"{path} has the column {wrong[0]!r}; choose from {', '.join(COLUMNS)}.")
+    if not set(recipe.choose_seeds or ()) <= set(recipe.seeds):
+        raise ConfigError(f"{path} chooses with seeds that it does not train; take choose_seeds from its seeds.")
+    return recipe
+
+
+def expanded(described: dict[str, Any]) -> Iterator[Row]:
+    """The rows that an entry stands for: one, or one for every combination of what is in ``each``."""
+    each = described.pop("each", {})
+    own = {one.name for one in fields(Row)}
+    for values in itertools.product(*each.values()):
+        changed = dict(zip(each, values))
+        name = ", ".join(
+            [described["name"], *(str(v) if k not in SHOWN else SHOWN[k].format(v) for k, v in changed.items())]
+        )
+        options = {**described.get("options", {}), **{k: v for k, v in changed.items() if k not in own}}
+        yield Row(**{**described, **{k: v for k, v in changed.items() if k in own}, "name": name, "options": options})

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes run: every row of every file, on digits in place of its own data; nothing is measured twice or lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.core.errors import RunError
+from fedloom.reports.measured import Measured
+from fedloom.runs.lock import locked
+from fedloom.tables import perform
+from fedloom.tables.perform import RESULTS, RUNS, TABLE, Performance, Task
+from fedloom.tables.recipe import Recipe, Row, read
+
+FILES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SMALL = {"dataset": "digits", "local_steps": 1, "local_epochs": 0, "model": "mlp:hidden=4"}
+
+
+def small(recipe: Recipe) -> Recipe:
+    """The recipe with tiny models on digits, one variant of each row."""
+    rows = []
+    for row in recipe.rows:
+        own = {k: v for k, v in row.options.items() if k not in ("rounds", "cohort", *SMALL)}
+        if row.of:
+            own = {k: v for k, v in own.items() if k != "unseen_shift"}
+        if row.method in ("pfedhn", "mh_pfedhn"):
+            own["admit_rounds"] = 1
+        rows.append(replace(row, options=own, choose={k: v[:1] for k, v in row.choose.items()}))
+    shared = {**recipe.options, **SMALL, "clients": 6, "cohort": 2, "rounds": 2}
+    if recipe.options.get("unseen"):
+        shared["unseen"] = 2
+    return replace(recipe, rows=tuple(rows), options=shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_row_runs(path: Path, tmp_path: Path) -> None:
+    recipe = small(read(path))
+    if "it-pfl-hn" in path.stem:
+        trained = {row.name for row in recipe.rows if row.method}
+        views = [row for row in recipe.rows if row.of]
+        recipe = replace(recipe, rows=(*(r for r in recipe.rows if r.name in trained), *views[::3]))
+    found = Performance(recipe, path, tmp_path, seeds=[0], device="cpu", rounds=2, say=lambda line: None).run()
+    assert [run.get("failed") for run in found.runs] == [None] * len(recipe.rows)
+    assert len(found.cells().rows) == len(recipe.rows)
+    for run in found.runs:
+        lacking = set(recipe.columns) - set(run["metrics"])
+        assert all("zACC" in column for column in lacking) and len(run["metrics"]) > 1, run["row"]
+        assert not lacking or recipe.row(run["row"]).mode == "admit"
+    assert not list(tmp_path.glob("runs/*/run/checkpoints"))
+
+
+def tiny(**more: Any) -> Recipe:
+    rows = (
+        Row("FedAvg", method="fedavg", choose={"local_lr": [0.1, 1e-9]}, paper=12.5),
+        Row("told", of="FedAvg", adapt="prior"),
+        Row("wrong", method="fedavg", options={"model": "mlp,mlp:hidden=3"}),
+    )
+    shared = {**SMALL, "clients": 4, "cohort": 2, "rounds": 3, "local_steps": 5}
+    return Recipe("A table", rows, options=shared, **more)
+
+
+def performed(recipe: Recipe, out: Path, told: list[str], **more: Any) -> Measured:
+    return Performance(recipe, Path("recipes/tiny.yaml"), out, device="cpu", say=told.append, **more).run()
+
+
+def test_what_is_measured_is_kept_and_not_repeated(tmp_path: Path) -> None:
+    told: list[str] = []
+    for seeds in ([0], [0, 1], [0, 1]):
+        performed(tiny(), tmp_path, told, seeds=seeds)
+    assert len(told) == 2 * 5  # of each seed: two rates of two rows, and the row that fails
+    assert sum("wrong" in line and "needs one architecture" in line for line in told) == 2
+    saved = Measured.read(tmp_path / RESULTS)
+    assert [(run["row"], run["seed"]) for run in saved.runs if run["chosen"] == {"local_lr": 0.1}] == [
+        ("FedAvg", 0), ("FedAvg", 1), ("told", 0), ("told", 1),
+    ]  # fmt: skip
+    table = (tmp_path / TABLE).read_text()
+    assert "| FedAvg (local lr 0.1) |" in table and " ± " in table and "| 12.5 | 2 |" in table
+    assert "wrong" not in table
+
+
+def test_a_choice_takes_the_seeds_that_it_is_made_with_and_no_more(tmp_path: Path) -> None:
+    """Asked for seed 1 alone, the rates are tried with seed 0, and the best one is trained with seed 1."""
+    recipe = tiny(seeds=(0, 1), choose_seeds=(0,))
+    recipe = replace(recipe, rows=(recipe.rows[0], replace(recipe.rows[0], name="plain", choose={})))
+    found = performed(recipe, tmp_path, [], seeds=[1])
+    assert {(run["row"], run["seed"], run["chosen"].get("local_lr")) for run in found.runs} == {
+        ("FedAvg", 0, 0.1), ("FedAvg", 0, 1e-9), ("FedAvg", 1, 0.1), ("plain", 1, None),
+    }  # fmt: skip
+
+
+def test_two_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another holds one of the runs, this one does the rest, then waits for it."""
+    monkeypatch.setattr(perform, "PAUSE", 0.01)
+    recipe, told = replace(tiny(), rows=tiny().rows[:1]), []
+    held = Task(recipe.rows[0], [], 0, {"local_lr": 0.1}).name
+    folder = tmp_path / RUNS / held
+    folder.mkdir(parents=True)
+    with locked(folder):
+        other = threading.Thread(target=lambda: performed(recipe, tmp_path, told, seeds=[0]))
+        other.start()
+        while not told:
+            pass
+        assert "1e-09" in told[0] and other.is_alive()
+    other.join(60)
+    assert len(told) == 2 and "0.1" in told[1]
+
+
+def test_results_of_other_lengths_do_not_mix(tmp_path: Path) -> None:
+    recipe = replace(tiny(), rows=tiny().rows[2:])
+    performed(recipe, tmp_path, [], seeds=[0], rounds=2)
+    with pytest.raises(
+        RunError, match=r"has results of tiny\.yaml with --rounds 2, not of tiny\.yaml with --rounds None"
+    ):
+        performed(recipe, tmp_path, [], seeds=[0])
+
+
+def test_a_run_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+    recipe, told = replace(tiny(), rows=tiny().rows[:1]), []
+    performed(recipe, tmp_path, told, seeds=[0])
+    (tmp_path / RUNS / Task(recipe.rows[0], [], 0, {"local_lr": 0.1}).name / perform.MEASURED).unlink()
+    performed(recipe, tmp_path, told, seeds=[0])
+    assert len(told) == 3 and "0.1" in told[2]
+
+
+def test_what_ran_is_written_down(tmp_path: Path) -> None:
+    performed(replace(tiny(), rows=tiny().rows[:1]), tmp_path, [], seeds=[0])
+    saved = json.loads((tmp_path / RESULTS).read_text())
+    assert saved["command"] == "fedloom table recipes/tiny.yaml"
+    (made,) = saved["made"]
+    assert made["hardware"].startswith("CPU") and made["commit"] and made["date"] and made["torch"]

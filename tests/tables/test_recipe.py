@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: each file says what its methods can do; those that make no sense, or name code, are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedloom.core.errors import ConfigError
+from fedloom.tables.recipe import Recipe, Row, expanded, read
+from fedloom.training.config import parse_options
+
+FILES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_option_is_known(path: Path) -> None:
+    recipe = read(path)
+    for row in recipe.rows:
+        trained = recipe.trained(row)
+        for chosen in trained.variants():
+            parse_options(trained.method, {**recipe.settings(trained, None), **chosen})
+        if row.of:
+            parse_options(trained.method, {**recipe.settings(trained, None), **row.options})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_table_has_its_controls(path: Path) -> None:
+    """Local or FedAvg and the corrected FedAvg stand in every table but those that have their reason in the note."""
+    recipe = read(path)
+    assert not recipe.setting or any(row.method in ("local", "fedavg") for row in recipe.rows)
+
+
+def test_rounds_are_scaled_in_proportion() -> None:
+    rows = (Row("a", method="mh_pfedhn"), Row("b", method="it_pfl_hn", options={"rounds": 500}))
+    recipe = Recipe("t", rows, options={"rounds": 50, "finetune_after": 40}, evaluations=5)
+    assert recipe.settings(rows[0], None)["rounds"] == 50
+    assert recipe.settings(rows[1], 10) == {"eval_every": 20, "rounds": 100, "finetune_after": 8}
+
+
+def test_each_makes_a_row_of_every_combination() -> None:
+    (row, *_, last) = expanded({"name": "r", "of": "x", "each": {"samples": [3, 4], "unseen_shift": ["blur"]}})
+    assert (row.name, row.samples, row.options) == ("r, n = 3, blur", 3, {"unseen_shift": "blur"})
+    assert last.samples == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("title: t\nrows: [{name: a, method: fedavg}, {name: a, method: local}]", "two rows called 'a'"),
+        ("title: t\nrows: [{name: a, of: b}]", "the row 'a' needs either a method or, in `of`, another row's name"),
+        ("title: t\nrows: [{name: a}]", "the row 'a' needs either a method"),
+        ("title: t\ncolumns: [bset]\nrows: [{name: a, method: local}]", "has the column 'bset'; choose from best"),
+        ("title: t\nseeds: [0]\nchoose_seeds: [1]\nrows: [{name: a, method: local}]", "choose_seeds from its seeds"),
+        ("title: t\nrows: [{nmae: a, method: local}]", "is no recipe"),
+        ("title: t\nrows: {a: local}", "is no recipe"),
+        ("title: t\nlines: []", "is no recipe; expected a mapping with rows"),
+        ("- a list", "is no recipe"),
+        ("title: [", "is not YAML"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        read(tmp_path / "r.yaml")
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Cannot read the recipe"):
+        read(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "title: t\noptions: {rounds: 1, model: 'trap:Net'}\nrows: [{name: a, method: local}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, options: {model: 'trap:Net'}}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, choose: {model: [mlp, 'trap:Net']}}]",
+        "title: t\noptions: {rounds: 1}\nrows: [{name: a, method: local, each: {model: [mlp, 'trap:Net']}}]",
+        "title: t\nrows: [{name: a, method: local}, {name: b, of: a, options: {model: 'trap:Net'}}]",
+        "method: local\nmodel: trap:Net",
+    ],
+    ids=["options", "row", "choose", "each", "view", "config"],
+)
+def test_a_recipe_names_no_code_without_trust(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"r\.yaml names code outside of fedloom, --model trap:Net, which"):
+        read(tmp_path / "r.yaml")
+    assert read(tmp_path / "r.yaml", trust=True).rows
