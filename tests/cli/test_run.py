@@ -187,7 +187,7 @@ def test_refuses_a_file_without_method(refused):
     Path("some.yaml").write_text("clients: 4")
     assert "names no method; write `fedloom run METHOD --config some.yaml`" in refused("run", "--config", "some.yaml")
     Path("some.yaml").write_text("title: a table\nrows: []")
-    assert "recipe of a table; run it with `python benchmarks/rec" in refused("run", "--config", "some.yaml")
+    assert "recipe of a table; run it with `fedloom table some.yaml`" in refused("run", "--config", "some.yaml")
     Path("some.yaml").write_text("method: fedavgg")
     assert "Unknown method in some.yaml 'fedavgg'" in refused("run", "--config", "some.yaml")
 
