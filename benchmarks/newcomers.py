@@ -6,7 +6,8 @@
 For each setting and seed FedAvg is trained, with clients held out, and calibrated by its participants. Each held-out
 client's scores are computed once. Then, many times over, its samples are divided at random: up to 500 to estimate from,
 at least a sixth to be tested on. What is estimated from the first n of the former is tried on all of the latter.
-Every setting's DIR/NAME.json and DIR/NAME.svg are written as soon as a seed of it is done.
+Every setting's DIR/NAME.json is written as soon as a seed of it is done. In the repository DIR is results/newcomers;
+``benchmarks/pages.py`` makes the tables and figures of docs/results-newcomers.md from it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from fedloom.core.random import stream
 from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.runs.files import write_file
+from fedloom.tables.perform import commit
 from fedloom.training.config import parse_options
 from fedloom.training.simulation import Simulation
 
@@ -40,8 +43,6 @@ NUMBERS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 RAW, EM, OURS, UNCALIBRATED, TRUE = "FedAvg", "plain EM", "FedAvg + prior", "without calibration", "true prior"
 LABELLED, PFEDHN = "FedAvg + prior, labelled participants", "pFedHN, labelled participants"
 IT_PFL_HN = {preset: f"IT-PFL-HN, {preset}" for preset in ("paper", "standardised")}
-LOOKS = {RAW: "tab:gray", EM: "tab:orange", OURS: "tab:blue", UNCALIBRATED: "tab:purple"}
-LEVELS = {TRUE: "black", LABELLED: "tab:green", PFEDHN: "tab:red", **dict.fromkeys(IT_PFL_HN.values(), "tab:brown")}
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,7 @@ def one_seed(setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespa
     return {
         "seed": seed, "numbers": numbers, "curves": curves, "levels": levels, "shifts": table,
         "flagged": [flagged for _, flagged in ours], "alpha_sum": float(found.alpha.sum()), "slope": float(found.slope),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "seconds": clock.seconds, "notes": simulation.engine.notes,
     }  # fmt: skip
 
@@ -307,8 +309,11 @@ def references(setting: Setting, seed: int, arrays: Arrays, args: argparse.Names
 def summary(name: str, setting: Setting, args: argparse.Namespace, seeds: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and standard deviations over seeds, beside the seeds' own numbers."""
     numbers = [n for n in NUMBERS if all(n in one["numbers"] for one in seeds)]
+    made = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "hardware": seeds[0]["hardware"],
+            "torch": torch.__version__}  # fmt: skip
     return {
-        "name": name, "setting": setting.__dict__, "model": args.model, "numbers": numbers,
+        "format": 1, "name": name, "title": setting.title, "command": command(args), "made": made,
+        "seeds": [one["seed"] for one in seeds], "numbers": numbers,
         "curves": {
             method: spread([one["curves"][method][: len(numbers)] for one in seeds]) for method in seeds[0]["curves"]
         },
@@ -317,8 +322,16 @@ def summary(name: str, setting: Setting, args: argparse.Namespace, seeds: list[d
             shift: {k: spread([one["shifts"][shift][k] for one in seeds]) for k in row}
             for shift, row in seeds[0]["shifts"].items()
         },
-        "seeds": seeds,
+        "runs": seeds,
     }  # fmt: skip
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command line without its settings, folders and device, which are in the file or the machine's."""
+    given = {"model": args.model, "rounds": args.rounds, "cohort": args.cohort, "local_steps": args.local_steps,
+             "repetitions": args.repetitions, "it_pfl_hn": " ".join(args.it_pfl_hn)}  # fmt: skip
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value]
+    return " ".join(["python benchmarks/newcomers.py", *words, *["--pfedhn"] * args.pfedhn])
 
 
 def spread(values: list[Any]) -> dict[str, Any]:
@@ -331,7 +344,7 @@ def spread(values: list[Any]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """The tables, as Markdown."""
     numbers = result["numbers"]
-    print(f"\n### {result['setting']['title']}: {len(result['seeds'])} seeds\n")
+    print(f"\n### {result['title']}: {len(result['seeds'])} seeds\n")
     print("| unlabelled samples | " + " | ".join(map(str, numbers)) + " |\n|---|" + "---|" * len(numbers))
     for method, found in result["curves"].items():
         print(f"| {method} | " + " | ".join(f"{m:.1f} ± {s:.1f}" for m, s in zip(found["mean"], found["std"])) + " |")
@@ -343,41 +356,9 @@ def show(result: dict[str, Any]) -> None:
         cells = [f"{row[k]['mean']:.1f} ± {row[k]['std']:.1f}" for k in ("raw", "checked", "unchecked")]
         print(f"| {shift} | {' | '.join(cells)} | {100 * row['flagged']['mean']:.0f}% |")
     print("\nseconds by phase and seed:")
-    for one in result["seeds"]:
+    for one in result["runs"]:
         print(f"  seed {one['seed']}: " + ", ".join(f"{k} {v:.1f}" for k, v in one["seconds"].items()), *one["notes"])
     print(flush=True)
-
-
-def picture(result: dict[str, Any], path: Path) -> None:
-    """Accuracy against the number of samples; lines for what does not depend on it."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = result["name"]  # the same bytes for the same numbers
-    figure = Figure(figsize=(6, 4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    numbers = result["numbers"]
-    for method, found in result["curves"].items():
-        mean, std = np.array(found["mean"]), np.array(found["std"])
-        axes.plot(numbers, mean, color=LOOKS[method], label=method, marker="o", markersize=3)
-        axes.fill_between(numbers, mean - std, mean + std, color=LOOKS[method], alpha=0.15, linewidth=0)
-    for method, found in result["levels"].items():
-        dots = ":" if method == IT_PFL_HN["paper"] else "--"
-        axes.axhline(found["mean"], color=LEVELS[method], label=method, linestyle=dots, linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xticks(numbers, [str(n) for n in numbers])
-    axes.minorticks_off()
-    raw = result["curves"][RAW]["mean"][0]
-    axes.set_ylim(bottom=max(0, raw - 25))  # plain EM with one sample would squeeze the rest
-    axes.set_xlabel("unlabelled samples of the newcomer")
-    axes.set_ylabel("accuracy of newcomers, %")
-    axes.set_title(result["setting"]["title"])
-    axes.grid(alpha=0.2)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -410,7 +391,6 @@ def main() -> None:
             seeds.append(one_seed(setting, seed, arrays, args))
             result = summary(name, setting, args, seeds)
             write_file(args.out / f"{name}.json", json.dumps(result, indent=1).encode())
-        picture(result, args.out / f"{name}.svg")
         show(result)
     print(f"all: {time.perf_counter() - start:.0f} seconds")
 

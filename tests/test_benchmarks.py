@@ -123,7 +123,8 @@ def test_newcomers(benchmark: ModuleType, images: Arrays, monkeypatch: pytest.Mo
     found = json.loads((tmp_path / "cifar10-0.5.json").read_text())
     assert set(found["curves"]) == {benchmark.RAW, benchmark.EM, benchmark.OURS, benchmark.UNCALIBRATED}
     assert benchmark.PFEDHN in found["levels"]
-    assert (tmp_path / "cifar10-0.5.svg").stat().st_size
+    assert found["title"] == "random" and found["seeds"] == [0] and found["made"]["hardware"] == "CPU"
+    assert "--model mlp:hidden=8 --rounds 2 --cohort 3" in found["command"]
 
 
 def test_peers(benchmark: ModuleType, tmp_path: Path) -> None:

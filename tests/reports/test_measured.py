@@ -54,10 +54,12 @@ def test_a_rate_at_which_a_seed_failed_is_passed_over() -> None:
 
 def test_the_board_begins_with_the_papers_and_the_controls() -> None:
     one = measured(run("Local", 0, 0.5), run("X, tuned", 0, 0.7), run("detail", 0, 0.1), setting="here",
+                   length="60 of 500 rounds",
                    rows=[Line("Local", 68.1), Line("X, tuned", 70.25, "X"), Line("detail", None, "")])  # fmt: skip
     other = measured(run("FedAvg", 0, 0.4), run("X", 0, 0.6), setting="there")
     without = measured(run("X", 0, 0.6))
     assert board([one, other, without]).rows == [
+        ["of the training", "60 of 500 rounds", "all"],
         ["best of the papers", "70.2", "–"],
         ["Local", "50.0", "–"],
         ["FedAvg", "–", "40.0"],
@@ -72,7 +74,17 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     again = Measured.read(tmp_path / "r.json")
     assert markdown(again.cells()) == markdown(found.cells())
     assert "| a (local lr 0.05) | 80.0 | 81.5 | 1 |" in markdown(again.cells())
-    assert again.provenance() == "`fedloom table r.yaml`; a machine, torch 2.13.0, 2026-01-01, commit abc1234."
+    assert again.provenance() == "`fedloom table r.yaml`: a machine, torch 2.13.0, 2026-01-01, commit abc1234."
+
+
+def test_provenance_says_how_much_and_puts_what_is_of_one_machine_together() -> None:
+    made = [MADE, MADE._replace(commit="def5678", date="2026-01-03"), MADE._replace(hardware="another")]
+    runs = [{**run("a", seed, 0.8), "made": seed} for seed in range(3)]
+    found = Measured("r.yaml", "A table", ["best"], [Line("a")], length="6 of 50 rounds", made=made, runs=runs)
+    assert found.provenance() == (
+        "`fedloom table r.yaml`: 6 of 50 rounds; a machine, torch 2.13.0, 2026-01-01 to 2026-01-03, "
+        "commits abc1234, def5678; another, torch 2.13.0, 2026-01-01, commit abc1234."
+    )
 
 
 @pytest.mark.parametrize(

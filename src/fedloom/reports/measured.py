@@ -4,6 +4,7 @@
 ``fedloom table`` writes such a file, ``results/`` in the repository holds those that the documents are made from::
 
     format, recipe, title, setting, source, note, command, columns
+    length    what part of the recipe's training this is, e.g. "60 of 500 rounds"; all of it, where it is missing
     rows      name, the paper's figure, the name on the board ("" : not on it)
     made      commit, date, hardware and torch of the runs
     runs      row, seed, what was chosen, which entry of ``made``, seconds, metrics (shares, not per cent), or why not
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,19 @@ class Made(NamedTuple):
     hardware: str
     torch: str
 
-    def __str__(self) -> str:
-        return f"{self.hardware}, torch {self.torch}, {self.date}, commit {self.commit}"
+
+def in_words(made: Iterable[Made]) -> str:
+    """What runs were made with, in one line; those of one machine and one torch together."""
+    together: dict[tuple[str, str], list[Made]] = {}
+    for one in dict.fromkeys(made):
+        together.setdefault((one.hardware, one.torch), []).append(one)
+    texts = []
+    for (hardware, torch), some in together.items():
+        dates = sorted({one.date for one in some})
+        commits = dict.fromkeys(one.commit for one in some)
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        texts.append(f"{hardware}, torch {torch}, {when}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
+    return "; ".join(texts)
 
 
 class Line(NamedTuple):
@@ -78,6 +90,7 @@ class Measured:
     source: str = ""
     note: str = ""
     command: str = ""
+    length: str = ""
     made: Sequence[Made] = ()
     runs: Sequence[Mapping[str, Any]] = ()
     means: Sequence[Mapping[str, Any]] = field(default=())
@@ -139,7 +152,7 @@ class Measured:
         for one in self.means:
             if one["row"] == row and column in one["metrics"]:
                 (mean, std), seeds = one["metrics"][column], one["seeds"]
-                return Cell(_interval(mean, std, seeds), seeds, one["chosen"])
+                return Cell(interval(mean, std, seeds), seeds, one["chosen"])
         return None
 
     def of(self, row: str) -> list[Made]:
@@ -163,14 +176,13 @@ class Measured:
         return Cells(["", *self.columns, "the paper", "seeds"], body, "")
 
     def provenance(self, rows: Sequence[str] = ()) -> str:
-        """One line: how the table is made, and what it was made with."""
+        """One line: how the table is made, how much of it, and what it was made with."""
         names = [line.name for line in self.rows if not rows or line.name in rows]
-        used = dict.fromkeys(str(one) for name in names for one in self.of(name))
-        made = "; ".join(used)
-        return f"`{self.command or f'fedloom table {self.recipe}'}`; {made}."
+        made = in_words(one for name in names for one in self.of(name))
+        return f"`{self.command or f'fedloom table {self.recipe}'}`: {f'{self.length}; ' if self.length else ''}{made}."
 
 
-def _interval(mean: float, std: float | None, seeds: int) -> Interval:
+def interval(mean: float, std: float | None, seeds: int) -> Interval:
     """Student's interval of a mean and a standard deviation."""
     if std is None or seeds < 2:
         return Interval(mean, None, None)
@@ -195,7 +207,11 @@ def board(found: Sequence[Measured]) -> Cells:
                 rows.setdefault(label, {})[one.setting] = str(cell)
     columns = [one.setting for one in settings]
     body = [[label, *(cells.get(c, "–") for c in columns)] for label, cells in rows.items()]
-    return Cells(["", *columns], [["best of the papers", *(published[c] for c in columns)], *body], "")
+    head = [
+        ["of the training", *(one.length or "all" for one in settings)],
+        ["best of the papers", *(published[c] for c in columns)],
+    ]
+    return Cells(["", *columns], [*head, *body], "")
 
 
 def markdown(cells: Cells) -> str:

@@ -192,12 +192,14 @@ class Performance:
                     entry = made.setdefault(Made(**run["made"]), len(made))
                     runs.append({**run, "made": entry})
         runs.sort(key=lambda run: (order[run["row"]], json.dumps(run["chosen"], sort_keys=True), run["seed"]))
-        short = f" --rounds {self.rounds}" if self.rounds else ""
+        full = self.recipe.settings(self.recipe.rows[0], None)["rounds"]
+        shortened = self.rounds if self.rounds != full else None
         found = Measured(
             self.file.name, self.recipe.title, self.recipe.columns,
             [Line(row.name, row.paper, row.board) for row in self.recipe.rows],
-            self.recipe.setting, self.recipe.source, self.recipe.note, f"fedloom table {_shown(self.file)}{short}",
-            list(made), runs,
+            self.recipe.setting, self.recipe.source, self.recipe.note,
+            f"fedloom table {_shown(self.file)}" + (f" --rounds {shortened}" if shortened else ""),
+            f"{shortened} of {full} rounds" if shortened else "", list(made), runs,
         )  # fmt: skip
         found.write(self.out / RESULTS)
         return found
@@ -219,12 +221,12 @@ def _made(run: fedloom.Run | None, device: str = "") -> dict[str, str]:
     hardware = str(environment.get("device", device))
     if hardware == "cpu":
         hardware = f"CPU, {torch.get_num_threads()} threads of {environment.get('cpus')} cores"
-    return {"commit": _commit(), "date": datetime.now(UTC).date().isoformat(), "hardware": hardware,
+    return {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "hardware": hardware,
             "torch": torch.__version__}  # fmt: skip
 
 
 @cache
-def _commit() -> str:
+def commit() -> str:
     """Of the source that runs, if it lies in a git repository; else the version."""
     here = Path(__file__).parent
     try:
