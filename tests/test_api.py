@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 import yaml
 from torch import Tensor, nn
@@ -804,3 +806,68 @@ def test_names_in_a_notebook_are_text(tmp_path: Path) -> None:
 
     made = made_run(tmp_path / "run", dataset="<img src=x onerror=alert(1)>", clients=["<b>"])
     assert "<img" not in fedloom.load(made.path)._repr_html_()
+
+
+def test_labels_of_any_kind_are_remembered_by_name(tmp_path: Path) -> None:
+    x, codes = features(200)
+    animals = np.array(["cow", "ant", "bee"])
+    run = fedloom.run("fedavg", dataset=(x, animals[codes]), partition="iid", out=tmp_path / "run", **TINY)
+    assert run.server.roster.class_names == ("ant", "bee", "cow")
+    outputs, again = run.predict("0", x), api.load(run.path)
+    expected = [("ant", "bee", "cow")[number] for number in outputs.argmax(1)]
+    assert again.classify("0", x) == expected
+    newcomer = again.admit(x[:9], animals[codes[:9]])
+    assert set(newcomer.classify(x)) <= set(animals)
+    told = refused(DataError, lambda: again.admit(x[:3], ["ant", "gnu", "bee"]))
+    assert told == "The data has the label 'gnu'; the classes are ant, bee, cow. Give labels of these."
+    with safetensors.safe_open(again.export("0", tmp_path / "out"), "pt") as file:
+        assert file.metadata()["classes"] == '["ant", "bee", "cow"]'
+    assert runpy.run_path(str(tmp_path / "out" / "client-0.py"))["classes"] == ["ant", "bee", "cow"]
+
+
+def test_a_run_goes_by_the_names_of_its_classes_in_other_data(tmp_path: Path) -> None:
+    x, codes = features(150)
+    run = fedloom.run(
+        "local", dataset=(x, np.array([10, 20, 40])[codes]), partition="iid", out=tmp_path / "run", **TINY
+    )
+    fewer = from_arrays(x[codes > 0], np.array([10, 20, 40])[codes[codes > 0]])
+    loaded = api.load(run.path, dataset=fewer, force=True)
+    assert loaded.simulation.arrays.y.tolist() == codes[codes > 0].tolist()
+    assert run.classify("0", x[:1])[0] in {"10", "20", "40"}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "loopback"])
+def test_several_labels_may_hold(engine: str, tmp_path: Path) -> None:
+    """Whether each of two features is above 0 is learned, and read back from the run without being told the task."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 4)).astype(np.float32)
+    data = from_arrays(x, x[:, :2] > 0, classes=["left", "right"])
+    more = {"rounds": 3, "local_steps": 20, "engine": engine, "local_lr": 0.5}
+    run = fedloom.run("fedavg", dataset=data, partition="iid", out=tmp_path / "run", **{**TINY, **more})
+    assert run.summary["best"]["deployed/participants/test/f1"] > 0.8
+    again = api.load(run.path)
+    told = again.classify("0", np.array([[3, -3, 0, 0], [3, 3, 0, 0]], np.float32))
+    assert told == [["left"], ["left", "right"]]
+    assert again.admit(x[:20]).predict(x).shape == (400, 2)
+
+
+def test_labels_of_which_several_may_hold_are_checked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((80, 4)).astype(np.float32)
+    data = from_arrays(x, x[:, :2] > 0)
+    run = fedloom.run("pfedhn", dataset=data, out=tmp_path / "run", **TINY)
+    assert "other than 0 and 1" in refused(DataError, lambda: run.admit(x[:2], [[0, 1], [0, 2]]))
+    told = refused(NeedsError, lambda: fedloom.run("fedproto", dataset=data, **TINY))
+    assert "needs class labels; the task is multilabel" in told
+    told = refused(ConfigError, lambda: fedloom.run("fedavg", dataset=(x, x[:, :2]), task="multilabel", **TINY))
+    assert "needs zeros and ones of shape (samples, labels)" in told
+
+
+def test_several_targets_are_learned_together(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 4)).astype(np.float32)
+    more = {"rounds": 3, "local_steps": 20, "partition": "iid", "local_lr": 0.1}
+    run = fedloom.run("fedavg", dataset=(x, x[:, :3] * 2.0), out=tmp_path / "run", **{**TINY, **more})
+    assert api.load(run.path).predict("0", x).shape == (300, 3)
+    assert run.summary["best"]["deployed/participants/test/absolute_error"] < 0.5
+    assert "predictions have no names" in refused(NeedsError, lambda: run.classify("0", x))

@@ -18,9 +18,11 @@ from fedloom.adaptation.report import Report, report
 from fedloom.clients.federation import SPLITS
 from fedloom.core.contract import predict_with_target
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
+from fedloom.core.task import MULTILABEL
 from fedloom.core.trees import ClientId, Tree
 from fedloom.core.trust import check as check_trust
 from fedloom.data.arrays import Arrays
+from fedloom.data.labels import UNKNOWN
 from fedloom.data.registry import load as load_data
 from fedloom.data.samples import as_arrays, checked_labels, checked_samples
 from fedloom.models.spec import ModelSpec
@@ -280,6 +282,10 @@ class Run:
         """A client's outputs for samples prepared as the federation's are."""
         return self.server.predict(self._id(client), _samples(self.server, x))
 
+    def classify(self, client: ClientId | int, x: np.ndarray | Tensor) -> list[str] | list[list[str]]:
+        """A client's predictions by name: the class of each sample, or the labels that hold."""
+        return named(self.server, self.predict(client, x))
+
     def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
         """Every participant's score on a split of its own data: train, val, test or all."""
         return self.simulation.evaluate(_checked(split))
@@ -361,7 +367,8 @@ class Run:
         """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
         network, params = self.server.global_model(for_others=True)
         module, spec = network.module(params, network.fresh_buffers()), cast(ModelSpec, network.spec)
-        return export(Path(folder), "global", module, spec, self.server.base.name, "global", format)
+        names = self.server.roster.class_names
+        return export(Path(folder), "global", module, spec, self.server.base.name, "global", format, classes=names)
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)
@@ -410,6 +417,10 @@ class Admission:
         with torch.no_grad():
             return self.server.algorithm.predict(self.newcomer.home, self.parameters, _samples(self.server, x))
 
+    def classify(self, x: np.ndarray | Tensor) -> list[str] | list[list[str]]:
+        """Predictions by name: the class of each sample, or the labels that hold."""
+        return named(self.server, self.predict(x))
+
     def export(self, folder: str | Path, name: str = "newcomer", format: str = SAFETENSORS) -> Path:
         """Write the model as safetensors, with a loader and, if there is one, the report (JSON) beside it.
 
@@ -454,6 +465,9 @@ def _simulated(directory: RunDirectory, dataset: Any, trust: bool, **changes: An
                 f"Evaluating or resuming {directory.path} takes the data it was trained on. {error} Where they have "
                 f"moved: `fedloom resume {directory.path} --dataset PATH`, or dataset=PATH in Python."
             ) from error
+    if directory.has_roster():  # other data may lack a class, or have none of a name
+        roster = directory.roster()
+        arrays = arrays.with_classes(roster.class_names, roster.num_classes)
     simulation = Simulation(method, shared, config, arrays)
     changed = [
         name for name, value in changes.items() if value is not None and name not in ("adapt", "device", "data_root")
@@ -495,7 +509,8 @@ def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: s
             f"{server.algorithm.name} deploys more than one network, which no network alone can load; give --format "
             "onnx or pt2 (from Python, format=), or use model or predict."
         )
-    return export(folder, name, module, model.spec, server.algorithm.name, form=format)
+    names = server.roster.class_names
+    return export(folder, name, module, model.spec, server.algorithm.name, form=format, classes=names)
 
 
 def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
@@ -511,13 +526,33 @@ def _samples(server: Server, x: Any) -> Tensor:
     return checked_samples(x, server.roster.input_shape).to(server.setup.device, server.setup.dtype)
 
 
+def _none_known(y: Any) -> bool:
+    """Whether every label is the one that stands for none."""
+    plain = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    return bool((plain == "").all() if plain.dtype.kind == "U" else (plain == UNKNOWN).all())
+
+
 def _labels(server: Server, y: Any, number: int) -> Tensor:
     """A newcomer's labels, checked to be like the federation's."""
     roster, needed = server.roster, server.algorithm.needs_labels(server.config)
-    if roster.num_classes and needed and bool((torch.as_tensor(y) == -1).all()):
+    if roster.num_classes and needed and _none_known(y):
         raise unlabelled(server.algorithm)
-    labels = checked_labels(y, (number, *roster.target_shape), roster.num_classes, unknown_allowed=not needed)
+    shape, names = (number, *roster.target_shape), roster.class_names if roster.num_classes else ()
+    labels = checked_labels(y, shape, roster.num_classes, names, unknown_allowed=not needed)
+    if server.setup.task is MULTILABEL and bool(((labels != 0) & (labels != 1)).any()):
+        raise DataError("Got labels other than 0 and 1; expected one of these for each label that may hold.")
     return labels.to(server.setup.device)
+
+
+def named(server: Server, outputs: Tensor) -> list[str] | list[list[str]]:
+    """Predictions by name: each sample's class; where several labels may hold, those that do."""
+    roster, task = server.roster, server.setup.task
+    if task.class_scores:
+        return [roster.classes[number] for number in outputs.argmax(-1).tolist()]
+    if task is not MULTILABEL:
+        raise NeedsError(f"The task is {task.name}, whose predictions have no names; use predict.")
+    names = roster.class_names or tuple(f"label {number}" for number in range(roster.num_outputs))
+    return [[name for name, said in zip(names, row) if said] for row in (outputs > 0).tolist()]
 
 
 def _device_name(simulation: Simulation) -> str:

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from fedloom.core.task import CLASSIFICATION, REGRESSION
+from fedloom.core.task import CLASSIFICATION, MULTILABEL, REGRESSION
 
 
 def test_classification_scores_each_sample() -> None:
@@ -31,6 +31,16 @@ def test_regression_takes_single_targets_without_a_dimension() -> None:
     outputs, y = torch.tensor([[1.0], [5.0]]), torch.tensor([0.0, 2.0])
     assert REGRESSION.loss(outputs, y).tolist() == [1.0, 9.0]
     assert REGRESSION.metric(outputs, y).tolist() == [1.0, 3.0]
+
+
+def test_labels_of_which_several_may_hold_are_scored_each() -> None:
+    """Outputs 0 have the loss log 2. First: two said, two hold, one of them both: F1 is 2/4. Last: none and none: 1."""
+    outputs = torch.tensor([[9.0, 9.0, -9.0], [-9.0, -9.0, 9.0], [-9.0, -9.0, -9.0]])
+    y = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert MULTILABEL.metric(outputs, y).tolist() == [0.5, 0.0, 1.0]
+    torch.testing.assert_close(MULTILABEL.loss(torch.zeros(2, 3), y[:2]), torch.full((2,), math.log(2)))
+    assert MULTILABEL.higher_is_better
+    assert not MULTILABEL.class_scores
 
 
 def test_the_tasks_say_which_way_is_better() -> None:

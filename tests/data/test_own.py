@@ -80,26 +80,54 @@ def test_only_images_of_bytes_are_scaled():
 
 
 @given(st.lists(st.integers(-3, 6), min_size=1, max_size=8))
-def test_labels_are_all_of_zero_to_c_or_refused_with_a_recoding_that_works(labels):
-    x = np.zeros((len(labels), 1))
-    if sorted(set(labels)) == list(range(len(set(labels)))):
-        assert from_arrays(x, labels).y.tolist() == labels
-    else:
-        with pytest.raises(DataError, match=r"expected all of 0 to .*np\.unique\(y, return_inverse=True\)\[1\]"):
-            from_arrays(x, labels)
-        recoded = np.unique(labels, return_inverse=True)[1]
-        assert from_arrays(x, recoded).num_classes == len(set(labels))
+def test_labels_become_numbers_from_0_and_keep_their_names(labels):
+    data = from_arrays(np.zeros((len(labels), 1)), labels)
+    names = data.class_names or tuple(str(number) for number in range(data.num_classes))
+    assert [names[label] for label in data.y] == [str(label) for label in labels]
+    assert [int(name) for name in names] == sorted(set(labels))
+    assert bool(data.class_names) == (sorted(set(labels)) != list(range(len(set(labels)))))
+
+
+def test_text_is_a_class_in_the_order_of_the_alphabet():
+    data = from_arrays(X, ["dog", "cat", "dog", "eel"])
+    assert (data.y.tolist(), data.class_names, data.num_classes) == ([1, 0, 1, 2], ("cat", "dog", "eel"), 3)
+    assert from_arrays(X, np.array([b"b", b"a", b"a", b"b"])).class_names == ("a", "b")
+
+
+def test_classes_can_be_named_of_which_there_is_no_sample():
+    data = from_arrays(X, ["dog", "cat", "dog", "cat"], classes=["eel", "dog", "cat"])
+    assert (data.y.tolist(), data.num_classes) == ([1, 2, 1, 2], 3)
+    assert from_arrays(X, [0, 2, 0, 2], classes=["eel", "dog", "cat"]).y.tolist() == [0, 2, 0, 2]
+    by_value = from_arrays(X, [40, 20, 20, 20], classes=[20, 30, 40])
+    assert (by_value.y.tolist(), by_value.num_classes) == ([2, 0, 0, 0], 3)
+
+
+def test_labels_of_which_several_may_hold():
+    held = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
+    for y in (held, held.astype(bool), held.astype(np.uint8)):
+        data = from_arrays(X, y, classes=["red", "large", "old"])
+        assert (data.num_classes, data.multilabel, data.task, data.num_outputs) == (0, True, "multilabel", 3)
+        assert data.y.dtype == np.float32
+        np.testing.assert_array_equal(data.y, held)
+    assert from_arrays(X, np.eye(4, dtype=bool)).multilabel
+    assert from_arrays(X, np.eye(4)).task == "regression"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"y": ["cat", "", "cat", "dog"]}, "has labels without text; name every sample's class"),
         (
-            {"y": ["cat", "dog", "cat", "dog"]},
-            r"labels of type <U3 .*whole numbers .*recode them with y = np\.unique",
+            {"y": ["cat", "dog", "cat", "dog"], "classes": ["cat", "eel"]},
+            "has the label 'dog'; the classes are cat, eel",
         ),
+        ({"y": Y, "classes": ["cat", "eel"]}, "has labels from 0 to 2 for 2 classes; expected 0 to 1, or names"),
+        ({"y": Y, "classes": ["cat", "eel", "cat"]}, "has a class twice in classes"),
         ({"y": Y + 0.5, "task": "classification"}, "labels of type float64"),
-        ({"y": np.eye(4, dtype=int)}, r"labels of type int64 and shape \(4, 4\)"),
+        ({"y": Y[:, None]}, r"labels of type int32 and shape \(4, 1\)"),
+        ({"y": np.eye(4, dtype=int)}, r"one 1 in every row of y; give classes as y\.argmax\(1\)"),
+        ({"y": np.eye(4, dtype=int) * 3}, r"whole numbers from 0 to 3 in y of shape \(4, 4\); give zeros and ones"),
+        ({"y": np.eye(4) / 2, "task": "multilabel"}, "has labels other than 0 and 1"),
         ({"x": [[1], [1, 2], [1], [1]]}, "has rows of several lengths in x; give all one shape"),
         ({"x": X.astype(object)}, "has x of type object; expected numbers or strings"),
         ({"x": X * 1j}, "has x of type complex128; expected numbers or strings"),
@@ -120,6 +148,14 @@ def test_arrays_that_do_not_fit_are_refused(arguments, message):
     assert str(caught.value).startswith("Dataset 'mine' has ")
 
 
+def test_whole_numbers_of_nearly_every_sample_are_not_taken_for_classes_in_silence():
+    prices = np.arange(100, 160)
+    with pytest.raises(DataError, match=r"60 different whole numbers in y for 60 samples; give classes as text"):
+        from_arrays(np.zeros((60, 1)), prices)
+    assert from_arrays(np.zeros((60, 1)), prices.astype(str)).num_classes == 60
+    assert from_arrays(np.zeros((60, 1)), prices.astype(float)[:, None]).num_classes == 0
+
+
 def test_an_unknown_task_is_refused():
     with pytest.raises(ConfigError, match="Unknown task 'regresion'; did you mean 'regression'"):
         from_arrays(X, Y, task="regresion")
@@ -138,7 +174,7 @@ def test_an_npz_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": X}, r"has the arrays x; expected x and y, optionally client, optionally split"),
+        ({"x": X}, r"has the arrays x; expected x and y, optionally client, optionally split, optionally classes"),
         ({}, r"has the arrays \(none\); expected x and y"),
         ({"x": X, "y": Y, "clients": Y}, "has the arrays clients, x, y; expected x and y"),
         (
@@ -230,6 +266,25 @@ def test_files_of_a_folder_must_agree(tmp_path, arrays, message):
     np.savez(tmp_path / "b.npz", **arrays)
     with pytest.raises(DataError, match=message):
         from_folder(tmp_path)
+
+
+def test_clients_of_a_folder_need_not_have_all_classes(tmp_path):
+    for name, labels in {"a": ["cow", "ant"], "b": ["bee", "bee"]}.items():
+        np.savez(tmp_path / f"{name}.npz", x=X[:2], y=labels)
+    data = from_folder(tmp_path)
+    assert (data.y.tolist(), data.class_names) == ([2, 0, 1, 1], ("ant", "bee", "cow"))
+    np.savez(tmp_path / "b.npz", x=X[:2], y=["bee", "bee"], classes=["bee"])
+    with pytest.raises(DataError, match=r"b\.npz names other classes than .*a\.npz"):
+        from_folder(tmp_path)
+
+
+def test_classes_are_told_by_name_in_other_data():
+    few, all_of_them = from_arrays(X, [5, 5, 9, 9]), ("5", "7", "9")
+    assert few.with_classes(all_of_them, 3).y.tolist() == [0, 0, 2, 2]
+    assert from_arrays(X, [0, 2, 0, 2]).with_classes((), 3).y.tolist() == [0, 2, 0, 2]
+    assert few.with_classes(few.class_names, 2) is few
+    with pytest.raises(DataError, match="has the label '7'; the classes are 5, 9"):
+        from_arrays(X, [5, 7, 7, 9]).with_classes(few.class_names, 2)
 
 
 def test_a_folder_without_files_is_refused(tmp_path):

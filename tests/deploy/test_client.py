@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 from conftest import small_federation
 from deploy.nearby import deployed, table_of
 from fedloom.core.contract import Batches
-from fedloom.core.errors import DataError, RoundError, RunError
+from fedloom.core.errors import ConfigError, DataError, RoundError, RunError
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
 from fedloom.deploy.client import answer, own_config
@@ -31,8 +31,8 @@ from fedloom.models.spec import parse
 X, Y = np.zeros((4, 1, 6, 6)), np.array([0, 1, 2, 0])
 
 
-def hello(tmp_path: Path, data: Any, model: Any = "mlp:hidden=5", **node: Any) -> dict[str, Any]:
-    table = table_of("fedavg", small_federation())
+def hello(tmp_path: Path, data: Any, model: Any = "mlp:hidden=5", settings: Any = None, **node: Any) -> dict[str, Any]:
+    table = {**table_of("fedavg", small_federation()), **(settings or {})}
     context: Any = SimpleNamespace(
         run_config=table, node_config={"folder": str(tmp_path / "node"), "min-batch": 1, **node}
     )
@@ -52,6 +52,16 @@ def hello(tmp_path: Path, data: Any, model: Any = "mlp:hidden=5", **node: Any) -
 )
 def test_data_that_do_not_fit_are_refused_in_a_sentence(data: Any, reason: str, tmp_path: Path) -> None:
     assert hello(tmp_path, data) == {"error": reason}
+
+
+def test_a_nodes_labels_can_be_names_of_classes_and_need_not_be_all_of_them(tmp_path: Path, caplog: Any) -> None:
+    named = {"classes": "ant,bee,cow"}
+    assert hello(tmp_path, (X, ["bee", "cow", "bee", ""]), settings=named)["samples"] == 4
+    told = hello(tmp_path, (X, ["bee", "Mr Smith", "bee", "cow"]), settings=named)
+    assert told == {"error": "has train labels that are not among the federation's classes."}
+    assert "Mr Smith" in caplog.text  # in its own log
+    with pytest.raises(ConfigError, match=r"classes names 2 of the 3 that num-outputs says"):
+        read({**table_of("fedavg", small_federation()), "classes": "ant,bee"})
 
 
 def test_an_error_in_a_users_function_says_nothing_of_the_data(tmp_path: Path, capsys: Any) -> None:

@@ -44,5 +44,19 @@ def _absolute_error(outputs: Tensor, y: Tensor) -> Tensor:
     return torch.abs(outputs - y.reshape(outputs.shape)).flatten(1).mean(1)
 
 
+def _binary_cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(outputs, y.to(outputs.dtype), reduction="none").flatten(1).mean(1)
+
+
+def _f1(outputs: Tensor, y: Tensor) -> Tensor:
+    """Twice the labels that are rightly said to hold, by those that hold and those that are said to; 1 if none are."""
+    said, true = (outputs > 0).to(outputs.dtype), y.to(outputs.dtype)
+    both, either = (said * true).flatten(1).sum(1), (said + true).flatten(1).sum(1)
+    return torch.where(either > 0, 2 * both / either.clamp(min=1), torch.ones_like(either))
+
+
 CLASSIFICATION = Task("classification", _cross_entropy, _hit, "accuracy", class_scores=True)
 REGRESSION = Task("regression", _squared_error, _absolute_error, "absolute_error", higher_is_better=False)
+MULTILABEL = Task("multilabel", _binary_cross_entropy, _f1, "f1")
+"""Of several labels any number may hold; each output above 0 says that one does."""
+TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}

@@ -2,12 +2,13 @@
 """A dataset in memory: what every reader returns and every partition takes, checked once on the way in."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fedloom.core.errors import DataError
+from fedloom.data.labels import coded
 
 SPLITS = ("train", "val", "test")
 RECODE = "recode them with y = np.unique(y, return_inverse=True)[1]"
@@ -19,10 +20,11 @@ class Arrays:
 
     x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W)
     y            int64 (samples,), classes 0 to num_classes - 1; or float32 (samples,) or (samples, k)
-    num_classes  0 for regression
+    num_classes  0 for regression and for labels of which several may hold
     split        (samples,) of "train", "val" and "test" where the publisher or the user fixed it, else None
     groups       natural groupings by name, e.g. "writer", "client"; each a (samples,) array of strings
-    class_names  one per class, or empty
+    class_names  one per class, or per label or target in y's columns; or empty
+    multilabel   y (samples, k) has 1 for each of k labels that holds, else 0
     """
 
     name: str
@@ -32,9 +34,28 @@ class Arrays:
     split: np.ndarray | None = None
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
+    multilabel: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of classes, or of labels or targets."""
+        return self.num_classes or (self.y.shape[1] if self.y.ndim > 1 else 1)
+
+    @property
+    def task(self) -> str:
+        """The name of the task that the targets are for."""
+        return "classification" if self.num_classes else "multilabel" if self.multilabel else "regression"
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def with_classes(self, names: Sequence[str], number: int) -> "Arrays":
+        """These data with the classes of another dataset: ``names``, or without any, ``number`` of them from 0."""
+        if not self.num_classes or (self.class_names, self.num_classes) == (tuple(names), number):
+            return self
+        y = np.array(self.class_names)[self.y] if self.class_names else self.y
+        labels = coded(f"Dataset {self.name!r}", y, names or [str(label) for label in range(number)])
+        return replace(self, y=labels, num_classes=number, class_names=tuple(names))
 
     def digest(self) -> str:
         """A fingerprint of the samples, their order and their labels."""
@@ -60,9 +81,13 @@ class Arrays:
             _check_labels(what, self.y, self.num_classes)
         else:
             _check_targets(what, self.y)
-        if len(self.class_names) not in (0, self.num_classes):
+        if self.multilabel and (self.y.ndim != 2 or not np.isin(self.y, (0, 1)).all()):
             raise DataError(
-                f"{what} has {len(self.class_names)} class names for {self.num_classes} classes; give one for each."
+                f"{what} has labels other than 0 and 1; expected one of these for each label that may hold."
+            )
+        if len(self.class_names) not in (0, self.num_outputs):
+            raise DataError(
+                f"{what} has {len(self.class_names)} class names for {self.num_outputs} classes; give one for each."
             )
         if self.split is not None:
             _check_split(what, self.split, len(self))

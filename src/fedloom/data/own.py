@@ -10,9 +10,10 @@ the second is not.
 Images of bytes (uint8, 4 axes) are scaled to [0, 1]; any other numbers are taken as they are, so normalise
 them first.
 
-Whole numbers in y are classes and must be all of 0 to C - 1; floating-point numbers in y are targets of a
-regression. Those that are all whole, with many samples of each, could be either and are refused without a task; targets
-of shape (samples, 1) cannot be taken for classes.
+Whole numbers and text in y are classes; those that are not all of 0 to C - 1 are numbered in their order, and keep
+their names. Truth values, or zeros and ones, of shape (samples, k) say of k labels which hold (multi-label).
+Floating-point numbers in y are targets of a regression, one or several. Those that are all whole, with many samples of
+each, could be either and are refused without a task; targets of shape (samples, 1) cannot be taken for classes.
 """
 
 import math
@@ -28,9 +29,10 @@ from numpy.typing import ArrayLike
 
 from fedloom.core.errors import DataError, unknown
 from fedloom.core.memory import total
-from fedloom.data.arrays import RECODE, Arrays
+from fedloom.data.arrays import Arrays
+from fedloom.data.labels import classes_of, coded
 
-Task = Literal["classification", "regression"]
+Task = Literal["classification", "multilabel", "regression"]
 _CHANNELS = (1, 3, 4)
 
 
@@ -41,19 +43,30 @@ def from_arrays(
     split: ArrayLike | None = None,
     name: str = "arrays",
     task: Task | None = None,
+    classes: Sequence[str] | ArrayLike | None = None,
 ) -> Arrays:
     """A dataset from arrays; ``client`` names each sample's client, ``split`` its part (train, val, test).
 
-    Without a task, whole numbers in y mean classification and floating-point numbers regression.
+    Without a task, whole numbers and text in y mean classification, truth values (samples, k) multi-label
+    classification, and floating-point numbers regression. ``classes`` names all classes in their order, also those of
+    which there is no sample here; of several labels or targets, each of them.
     """
     what = f"Dataset {name!r}"
     features, targets = _array(what, "x", x), _array(what, "y", y)
+    targets = targets.astype(str) if targets.dtype.kind == "S" else targets
     if task is None:
-        task = "regression" if targets.dtype.kind == "f" else "classification"
-        _check_plain(what, targets)
+        task = _task(what, targets)
     elif task not in get_args(Task):
         raise unknown("task", task, get_args(Task))
-    labels, num_classes = _labels(what, targets) if task == "classification" else (_float32(what, "y", targets), 0)
+    names = () if classes is None else tuple(_array(what, "classes", classes).astype(str).tolist())
+    if len(set(names)) < len(names):
+        raise DataError(f"{what} has a class twice in classes; give each a name of its own.")
+    num_classes = 0
+    if task == "classification":
+        labels, names = _labels(what, targets, names)
+        num_classes = len(names) or int(labels.max(initial=0)) + 1
+    else:
+        labels = _float32(what, "y", targets)
     return Arrays(
         name=name,
         x=_features(what, features),
@@ -61,14 +74,17 @@ def from_arrays(
         num_classes=num_classes,
         split=None if split is None else _array(what, "split", split).astype(str),
         groups={} if client is None else {"client": _array(what, "client", client).astype(str)},
+        class_names=names,
+        multilabel=task == "multilabel",
     )
 
 
 def from_npz(path: str | Path) -> Arrays:
-    """A dataset from an .npz file with the arrays x and y and, if there are any, client and split."""
+    """A dataset from an .npz file with the arrays x and y and, if there are any, client, split and classes."""
     path = Path(path)
-    content = _read_npz(path, optional=("client", "split"))
-    return from_arrays(content["x"], content["y"], content.get("client"), content.get("split"), path.stem)
+    content = _read_npz(path, optional=("client", "split", "classes"))
+    given = {key: content.get(key) for key in ("client", "split", "classes")}
+    return from_arrays(content["x"], content["y"], name=path.stem, **given)  # type: ignore[arg-type]
 
 
 def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
@@ -79,17 +95,24 @@ def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def from_folder(path: str | Path) -> Arrays:
-    """A dataset from a folder with one .npz file per client, named after it: x, y and perhaps split."""
+    """A dataset from a folder with one .npz file per client, named after it: x, y and perhaps split and classes.
+
+    Clients need not have samples of every class.
+    """
     path = Path(path)
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"{path} holds no .npz file; expected one per client, with the arrays x and y.")
-    contents = [_read_npz(file, optional=("split",)) for file in files]
-    for file, content in zip(files, contents):
+    contents = [_read_npz(file, optional=("split", "classes")) for file in files]
+    classes = [content.pop("classes", None) for content in contents]
+    for file, content, own in zip(files, contents, classes):
+        if not np.array_equal(own, classes[0]):  # type: ignore[arg-type]
+            raise DataError(f"{file} names other classes than {files[0]}; give every client the same ones.")
         _check_same(files[0], contents[0], file, content)
     joined = {key: np.concatenate([content[key] for content in contents]) for key in contents[0]}
     client = np.repeat([file.stem for file in files], [len(content["x"]) for content in contents])
-    return from_arrays(joined["x"], joined["y"], client, joined.get("split"), path.resolve().name)
+    name = path.resolve().name
+    return from_arrays(joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0])
 
 
 def from_torch_dataset(ds: Any, name: str = "dataset") -> Arrays:
@@ -145,9 +168,29 @@ def _float32(what: str, key: str, values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32, order="C")
 
 
+def _task(what: str, y: np.ndarray) -> Task:
+    """What the targets are for, by their type and their shape."""
+    if y.dtype.kind == "f":
+        _check_plain(what, y)
+        return "regression"
+    if y.ndim != 2 or y.shape[1] < 2 or y.dtype.kind not in "bui" or y.size == 0:
+        return "classification"
+    if y.dtype.kind != "b" and not (y.min() >= 0 and y.max() <= 1):
+        raise DataError(
+            f"{what} has whole numbers from {y.min()} to {y.max()} in y of shape {y.shape}; give zeros and ones for "
+            "labels of which several may hold, or targets of a regression as y.astype(float)."
+        )
+    if y.dtype.kind != "b" and (y.sum(1) == 1).all():
+        raise DataError(
+            f"{what} has one 1 in every row of y; give classes as y.argmax(1), or labels of which several may hold as "
+            "y.astype(bool)."
+        )
+    return "multilabel"
+
+
 def _check_plain(what: str, y: np.ndarray) -> None:
     """Refuse floating-point numbers that look like classes: as targets of a regression they would pass in silence."""
-    if y.dtype.kind != "f" or y.ndim != 1 or not np.array_equal(y, np.round(y)):
+    if y.ndim != 1 or not np.array_equal(y, np.round(y)):
         return
     values = np.unique(y)
     if np.isfinite(values).all() and 2 <= len(values) <= len(y) // 2:
@@ -157,19 +200,22 @@ def _check_plain(what: str, y: np.ndarray) -> None:
         )
 
 
-def _labels(what: str, y: np.ndarray) -> tuple[np.ndarray, int]:
-    if y.dtype.kind not in "bui" or y.ndim != 1:
+def _labels(what: str, y: np.ndarray, names: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels as numbers of classes, and the classes' names: those given, or else those that the labels have."""
+    if y.dtype.kind not in "buiU" or y.ndim != 1:
         raise DataError(
-            f"{what} has labels of type {y.dtype} and shape {y.shape}; expected whole numbers of shape "
-            f"(samples,): {RECODE}."
+            f"{what} has labels of type {y.dtype} and shape {y.shape}; expected whole numbers or text of shape "
+            "(samples,)."
         )
-    classes = np.unique(y)
-    if not np.array_equal(classes, np.arange(len(classes))):
+    if not names:
+        return classes_of(what, y)
+    labels = coded(what, y, names).astype(np.int64)
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(names):
         raise DataError(
-            f"{what} has {len(classes)} different labels from {classes[0]} to {classes[-1]}; expected "
-            f"all of 0 to {len(classes) - 1}: {RECODE}."
+            f"{what} has labels from {labels.min()} to {labels.max()} for {len(names)} classes; expected 0 to "
+            f"{len(names) - 1}, or names of classes."
         )
-    return y.astype(np.int64), len(classes)
+    return labels, names
 
 
 def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
+from fedloom.data.labels import coded
 from fedloom.data.own import from_arrays, from_torch_dataset
 
 
@@ -36,11 +39,14 @@ def checked_samples(x: Any, shape: tuple[int, ...]) -> Tensor:
     return samples
 
 
-def checked_labels(y: Any, shape: tuple[int, ...], classes: int, *, unknown_allowed: bool) -> Tensor:
-    """Labels of that shape: whole numbers below ``classes``, or any finite numbers where there are none.
+def checked_labels(
+    y: Any, shape: tuple[int, ...], classes: int, names: Sequence[str] = (), *, unknown_allowed: bool
+) -> Tensor:
+    """Labels of that shape: numbers or names of classes, or any finite numbers where there are no classes.
 
-    ``unknown_allowed``: -1 stands for a label that is not known.
+    ``unknown_allowed``: -1, or a text without letters, stands for a label that is not known.
     """
+    y = numbered(y, names or [str(number) for number in range(classes)], unknown=unknown_allowed)
     labels = _tensor(y, "labels")
     if tuple(labels.shape) != shape:
         raise DataError(f"Got labels of shape {tuple(labels.shape)} for {shape[0]} samples; expected {shape}.")
@@ -56,6 +62,14 @@ def checked_labels(y: Any, shape: tuple[int, ...], classes: int, *, unknown_allo
             + (", or -1 where a label is not known." if unknown_allowed else ", as the method trains on them.")
         )
     return whole
+
+
+def numbered(y: Any, names: Sequence[str], *, unknown: bool = False) -> Any:
+    """Labels as numbers of classes where they are text, or where classes are named by other numbers."""
+    plain = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    if plain.dtype.kind not in "buiUS" or not len(names):
+        return y
+    return coded("The data", plain.astype(str) if plain.dtype.kind == "S" else plain, names, unknown=unknown)
 
 
 def _tensor(values: Any, what: str) -> Tensor:

@@ -29,9 +29,10 @@ from fedloom import algorithms
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build, with_implied
 from fedloom.core.contract import Home, Program, predict_with_target
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.trees import Tree, leaves
 from fedloom.core.wire import encode
+from fedloom.data.samples import numbered
 from fedloom.deploy import node
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
@@ -221,7 +222,8 @@ class Participant:
         folder = self.store.of_run(run) / "model"
         if self.plain.predict is predict_with_target:
             module = self.algorithm.module(home, deployed)
-            export(folder, name, module, self.model.spec, self.algorithm.name)
+            names = self.settings.deploy.class_names
+            export(folder, name, module, self.model.spec, self.algorithm.name, classes=names)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / "deployed.safetensors", encode(deployed))
@@ -267,6 +269,11 @@ class Participant:
             raise Refusal(f"has {split} samples with NaN or infinite values.")
         if y is None:  # no program may read these: any use of them as classes fails
             y = torch.full((len(x),), -1)
+        try:
+            y = numbered(y, self.settings.deploy.class_names if self.task.class_scores else (), unknown=True)
+        except DataError as error:
+            log.warning("%s", error)  # what its labels are is nobody's business
+            raise Refusal(f"has {split} labels that are not among the federation's classes.") from error
         y = torch.as_tensor(y)
         if len(y) != len(x):
             raise Refusal(f"has another number of {split} labels than of {split} samples.")

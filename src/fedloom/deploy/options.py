@@ -41,6 +41,7 @@ class DeployOptions:
     admit: bool = option(False, "Do not train: admit the newcomers that are connected, with the run's best checkpoint.")
     input_shape: str = option("", "The shape of a sample, e.g. 3x32x32.")
     num_outputs: int = option(0, "The number of classes, or of target values.", low=0)
+    classes: str = option("", "Names of the classes in their order, separated by commas; empty: numbers from 0.")
     networks: str = option("", "Import paths of clients' own networks, separated by commas, e.g. client:Net.")
     nodes: int = option(2, "Clients to wait for before round 1.", low=1)
     wait: float = option(600.0, "Seconds to wait for clients that are missing.", low=0)
@@ -61,6 +62,11 @@ class DeployOptions:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes; none for numbers."""
+        return tuple(self.classes.split(",")) if self.classes else ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,4 +131,7 @@ def read(table: Mapping[str, Any]) -> Settings:
     settings = Settings(method, **found)
     if not settings.deploy.shape or not settings.deploy.num_outputs:
         raise ConfigError("num-outputs is 0; give the number of classes, or of target values.")
+    names, outputs = settings.deploy.class_names, settings.deploy.num_outputs
+    if names and len(set(names)) != outputs:
+        raise ConfigError(f"classes names {len(set(names))} of the {outputs} that num-outputs says; name each once.")
     return settings

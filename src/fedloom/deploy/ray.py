@@ -21,6 +21,7 @@ from flwr.clientapp import ClientApp
 from fedloom import algorithms
 from fedloom.clients.federation import Federation
 from fedloom.core.config import build
+from fedloom.core.task import TASKS
 from fedloom.data.registry import load
 from fedloom.deploy.client import answer
 from fedloom.deploy.local import LINK, App, follow
@@ -71,7 +72,7 @@ def _app(folder: Path, method: str, options: RunOptions, config: Any, federation
     about = {
         "input_shape": "x".join(map(str, federation.x.shape[1:])),
         "num_outputs": model.num_outputs,
-        "task": "classification" if federation.task.class_scores else "regression",
+        "task": next((name for name, task in TASKS.items() if task is federation.task), options.task),
         "networks": ",".join(name for name in _names(options) if ":" in name),
         "quorum": 0.0,
         "deliver": False,

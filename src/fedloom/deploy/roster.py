@@ -132,8 +132,13 @@ def _counted(largest: int) -> Iterator[None]:
             hook.remove()
 
 
-def roster_of(federation: Federation, greetings: Sequence[Greeting], classes: int) -> Roster:
-    """The roster of a run over a network. Of validation and test data it says whether a client has any."""
+def roster_of(
+    federation: Federation, greetings: Sequence[Greeting], classes: int, names: tuple[str, ...] = ()
+) -> Roster:
+    """The roster of a run over a network; ``names`` are those of the classes.
+
+    Of validation and test data it says whether a client has any.
+    """
     samples = {one.client: one.samples for one in greetings}
     members = []
     for client in federation.roster.values():
@@ -143,7 +148,7 @@ def roster_of(federation: Federation, greetings: Sequence[Greeting], classes: in
         members.append(Member(client.id, client.unseen, name, model.size, counts))
     first = next(iter(federation.models.values()))
     targets = () if classes or first.num_outputs == 1 else (first.num_outputs,)
-    return Roster(first.input_shape, first.num_outputs, classes, (), targets, members)
+    return Roster(first.input_shape, first.num_outputs, classes, names, targets, members)
 
 
 def in_order(clients: Sequence[ClientId]) -> list[ClientId]:

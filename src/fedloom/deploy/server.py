@@ -220,7 +220,8 @@ class Known(NamedTuple):
         if not isinstance(options.server_data, str):
             return None
         one, classes = self.outputs == 1, self.outputs if self.task.class_scores else 0
-        form = Form(self.shape, classes, () if classes or one else (self.outputs,))
+        targets = () if classes or one else (self.outputs,)
+        form = Form(self.shape, classes, targets, settings.deploy.class_names if classes else ())
         return read_samples(options.server_data, options.data_root, form, labelled=labelled)
 
 
@@ -287,7 +288,7 @@ class Deployment(Trainer):
 
     def _server(self, federation: Federation) -> Server:
         """A server for these clients, before any round."""
-        method, options, config, _ = self.settings
+        method, options, config, deploy = self.settings
         algorithm, known = algorithm_of(method, options), self.known
         clients = len(federation.participants)
         options = replace(
@@ -306,7 +307,7 @@ class Deployment(Trainer):
             options.rounds, own,
         )  # fmt: skip
         classes = known.outputs if known.task.class_scores else 0
-        roster = roster_of(federation, self.greetings, classes)
+        roster = roster_of(federation, self.greetings, classes, deploy.class_names)
         return Server(method, algorithm, options, roster, setup, memories_here=False)
 
     def _engine(self, federation: Federation) -> Flower:
@@ -461,7 +462,7 @@ class Deployment(Trainer):
         self.greetings = list(greetings)
         federation, now, settled = self.known.federation(greetings), self.now, self.server.settled
         self.server.setup = self._setup_for(greetings)
-        self.server.roster = roster_of(federation, greetings, self.server.roster.num_classes)
+        self.server.roster = roster_of(federation, greetings, *self.server.roster[2:4])
         clients = len(federation.participants)
         cohort = self.settings.run.cohort_of(clients, self.server.algorithm.cohort)
         self.server.options = replace(self.server.options, clients=clients, cohort=cohort)

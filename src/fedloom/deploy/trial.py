@@ -14,6 +14,7 @@ import numpy as np
 from fedloom.clients.federation import SPLITS
 from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
+from fedloom.core.errors import DataError
 from fedloom.data.registry import load
 from fedloom.deploy.options import check_name
 from fedloom.models.spec import parse
@@ -34,9 +35,11 @@ class Trial:
 def about(dataset: str) -> dict[str, Any]:
     """The settings of an app that follow from its data."""
     arrays = load(dataset)
-    outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
-    task = "classification" if arrays.num_classes else "regression"
-    return {"input_shape": "x".join(map(str, arrays.x.shape[1:])), "num_outputs": outputs, "task": task}
+    shape = "x".join(map(str, arrays.x.shape[1:]))
+    if any("," in name for name in arrays.class_names):
+        raise DataError(f"{dataset} has a class whose name has a comma, which separates names in an app; rename it.")
+    classes = ",".join(arrays.class_names)
+    return {"input_shape": shape, "num_outputs": arrays.num_outputs, "classes": classes, "task": arrays.task}
 
 
 def check(trial: Trial) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -20,9 +22,11 @@ CODE = "code"
 
 def export(
     folder: Path, client: str, module: nn.Module, spec: ModelSpec, method: str, stem: str = "",
-    form: str = SAFETENSORS,
+    form: str = SAFETENSORS, *, classes: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``.
+
+    ``classes`` are the names of the outputs, written beside the parameters as a list in JSON.
 
     A network of the user's own is copied beside them, so that they can be moved to where it is not. As ``onnx`` or
     ``pt2`` it is one file, which needs neither.
@@ -30,12 +34,14 @@ def export(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     stem = stem or "client-" + file_name(client)
+    about = {"client": client, "method": method, "model": str(spec)}
+    if classes:
+        about["classes"] = json.dumps(list(classes))
     if form != SAFETENSORS:
-        about = {"client": client, "method": method, "model": str(spec)}
         return write_portable(folder / stem, form, module, spec.input_shape, about)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    metadata = {"client": client, "method": method, "model": str(spec), "format": "pt"}
+    metadata = {**about, "format": "pt"}
     path = folder / f"{stem}.safetensors"
     write_file(path, safetensors.torch.save(weights, metadata))
     path_of_code = ""
@@ -47,6 +53,7 @@ def export(
         f"{path_of_code}"
         f'model = load_model(Path(__file__).with_suffix(".safetensors"), {str(spec)!r}, '
         f"input_shape={spec.input_shape}, num_outputs={spec.num_outputs})\n"
+        + (f"classes = {list(classes)!r}\n" if classes else "")
     )
     write_file(folder / f"{stem}.py", loader.encode())
     return path

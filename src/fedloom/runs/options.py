@@ -33,7 +33,9 @@ class RunOptions:
         low=0,
         high=0.9,
     )
-    task: str = option("auto", "classification, regression, a task's import path, or auto: by the labels.", code=True)
+    task: str = option(
+        "auto", "classification, multilabel, regression, a task's import path, or auto: by the labels.", code=True
+    )
     model: str = option(
         "auto", "A network, several separated by commas (clients take them in turn), or an import path.", code=True
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from fedloom.core.errors import ConfigError, unknown
-from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.core.task import TASKS, Task
 from fedloom.core.trust import import_path
 
 
@@ -53,10 +53,9 @@ THREADS = Threads()
 
 def task_named(name: str) -> Task:
     """The task of that name or import path."""
-    known = {"classification": CLASSIFICATION, "regression": REGRESSION}
-    if name not in known and ":" not in name:
-        raise unknown("task", name, ["auto", *known, "package.module:TASK"])
-    task = known[name] if name in known else import_path(name, "--task")
+    if name not in TASKS and ":" not in name:
+        raise unknown("task", name, ["auto", *TASKS, "package.module:TASK"])
+    task = TASKS[name] if name in TASKS else import_path(name, "--task")
     if not isinstance(task, Task):
         raise ConfigError(f"--task {name} is a {type(task).__name__}; expected a fedloom.core.task.Task object.")
     return task

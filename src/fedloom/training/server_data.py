@@ -12,7 +12,7 @@ import torch
 from fedloom.core.contract import Model, ServerData
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.task import Task
-from fedloom.data.arrays import digest_of
+from fedloom.data.arrays import Arrays, digest_of
 from fedloom.data.own import samples_from_npz
 from fedloom.data.registry import load
 
@@ -25,11 +25,12 @@ class Form(NamedTuple):
     """0 for a task without classes."""
     target_shape: tuple[int, ...]
     """Of one target; () for a label."""
+    class_names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Model, task: Task, target_shape: tuple[int, ...] = ()) -> Form:
+    def of(cls, model: Model, task: Task, target_shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> Form:
         """As this model takes them and this task has them."""
-        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape)
+        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape, names)
 
 
 class ServerSamples(NamedTuple):
@@ -64,7 +65,7 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
     """
     if not labelled and Path(name).suffix == ".npz":
         x, y = samples_from_npz(Path(name).expanduser())[0], None
-        classes, targets = 0, ()
+        arrays, classes, targets = None, 0, ()
     else:
         arrays = load(name, data_root)
         rows = slice(None) if arrays.split is None else arrays.split == "train"
@@ -85,7 +86,14 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
         mine, theirs = (classes, form.num_classes) if classes else (targets, form.target_shape)
         kind = "{} classes" if classes else "targets of shape {}"
         raise DataError(f"{what} has {kind.format(mine)}; the clients have {kind.format(theirs)}. Give data that fit.")
+    if labelled and arrays and classes and _are_named_alike(arrays, form):
+        y = arrays.with_classes(form.class_names, form.num_classes).y[rows]
     return ServerSamples(x, y if labelled else None, name)
+
+
+def _are_named_alike(arrays: Arrays, form: Form) -> bool:
+    """Whether classes are told by name; names that the clients' classes do not have say nothing of them."""
+    return bool(form.class_names) or all(name.isdecimal() for name in arrays.class_names)
 
 
 def share_is_refused(server_data: float | str) -> None:

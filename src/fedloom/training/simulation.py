@@ -17,7 +17,7 @@ from fedloom.clients.shift import apply_shift
 from fedloom.core.contract import Needs, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
-from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
+from fedloom.core.task import MULTILABEL, REGRESSION, TASKS, Task
 from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
 from fedloom.engines.auto import ENGINES, choose, heavy
@@ -55,7 +55,9 @@ def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
         everybody = 20 if named is None else len(np.unique(named))
         held_out = options.unseen if options.unseen >= 1 else round(options.unseen * everybody)
         clients = everybody if named is None else max(1, everybody - int(held_out))
-    return replace(options, partition=scheme, clients=clients)
+    # what a run directory has does not say which of two tasks without classes it was
+    task = arrays.task if options.task == "auto" and arrays.multilabel else options.task
+    return replace(options, partition=scheme, clients=clients, task=task)
 
 
 def split(options: RunOptions, arrays: Arrays) -> Partition:
@@ -148,7 +150,8 @@ class Simulation(Trainer):
         """What the server has of its own, with labels only if the method needs them."""
         labelled = needs.server_data == "labelled"
         if isinstance(options.server_data, str):
-            form = Form.of(next(iter(federation.models.values())), federation.task, tuple(self.arrays.y.shape[1:]))
+            model, targets = next(iter(federation.models.values())), tuple(self.arrays.y.shape[1:])
+            form = Form.of(model, federation.task, targets, self.arrays.class_names)
             return read(options.server_data, options.data_root, form, labelled=labelled)
         rows = server_rows(options, self.arrays)
         if not len(rows):
@@ -206,7 +209,7 @@ def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Fede
     """The clients of a simulation, with their data and models."""
     device, dtype = device_of(options.device), getattr(torch, options.dtype)
     task = task_of(options.task, arrays)
-    outputs = arrays.num_classes or (arrays.y.shape[1] if arrays.y.ndim > 1 else 1)
+    outputs = arrays.num_outputs
     shape = tuple(arrays.x.shape[1:])
     names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
     narrow = torch.bfloat16 if options.precision == "bf16" else dtype
@@ -231,12 +234,17 @@ def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Fede
 def task_of(name: str, arrays: Arrays) -> Task:
     """The task that ``name`` stands for."""
     if name == "auto":
-        return CLASSIFICATION if arrays.num_classes else REGRESSION
+        return TASKS[arrays.task]
     task = task_named(name)
     if task is REGRESSION and arrays.num_classes:
         raise ConfigError(
             f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "
             "in y, or use classification."
+        )
+    if task is MULTILABEL and (arrays.y.ndim != 2 or not np.isin(arrays.y, (0, 1)).all()):
+        raise ConfigError(
+            f"--task {name} needs zeros and ones of shape (samples, labels); {arrays.name} has y of shape "
+            f"{arrays.y.shape} with others. Give one truth value for each label that may hold."
         )
     if task.class_scores and not arrays.num_classes:
         raise ConfigError(f"--task {name} needs class labels; {arrays.name} has real-valued targets. Use regression.")
