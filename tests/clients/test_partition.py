@@ -119,7 +119,14 @@ def test_groups_place_every_sample(clients: int, groups: int, unseen: int, test_
     rng = np.random.default_rng(seed)
     names = rng.integers(0, groups, 300).astype(str)
     labels = rng.integers(0, 5, 300)
-    found = partition(labels, "group:by", clients, seed, groups={"by": names}, unseen=unseen, test_share=test_share)
+    given = {"groups": {"by": names}, "unseen": unseen, "test_share": test_share}
+    if groups == 1 and unseen:
+        with pytest.raises(ConfigError, match="1 groups of 'by' cannot be both"):
+            partition(labels, "group:by", clients, seed, **given)
+        return
+    found = partition(labels, "group:by", clients, seed, **given)
+    taken = [{c.id.partition("/")[0] for c in found.clients if c.unseen is unseen} for unseen in (False, True)]
+    assert not taken[0] & taken[1]  # an unseen client shares no group with a participant
     assert sorted(everything(found).tolist()) == list(range(300))
     assert len({c.id for c in found.clients}) == clients + unseen
     assert all(len(c.train) for c in found.clients if not c.unseen)
@@ -281,10 +288,87 @@ def test_one_client_per_group_keeps_the_published_split() -> None:
 
 def test_groups_on_one_side_of_the_published_split_are_cut_themselves() -> None:
     writers = np.where(SPLIT == "test", "tess", "tom")
-    found = partition(LABELS, "group:writer", 2, 0, split=SPLIT, groups={"writer": writers})
+    split = np.where(SPLIT == "test", "val", "train")
+    found = partition(LABELS, "group:writer", 2, 0, split=split, groups={"writer": writers})
     assert [len(c.train) for c in found.clients] == [700, 3500]
     assert [len(c.test) for c in found.clients] == [150, 750]
     assert "the published split is not used: 2 of 2 clients have no samples" in found.notes[0]
+
+
+def test_a_published_split_by_person_is_kept() -> None:
+    """Persons of the test part are never participants; without unseen clients nobody has their samples."""
+    writers = np.array([f"w{i % 10}" for i in range(6000)])
+    split = np.where(np.isin(writers, ["w7", "w8", "w9"]), "test", "train")
+    given = {"split": split, "groups": {"writer": writers}}
+    found = partition(LABELS, "group:writer", 7, 0, unseen=2, **given)
+    assert [c.id for c in found.participants] == [f"w{i}" for i in range(7)]
+    assert {c.id for c in found.clients if c.unseen} < {"w7", "w8", "w9"}
+    assert all(len(c.train) and len(c.test) for c in found.clients)
+    assert any("participants are of its training part, the 2 unseen clients of its test part" in n for n in found.notes)
+    alone = partition(LABELS, "group:writer", 7, 0, **given)
+    assert len(alone.unused) == 1800
+    more = partition(LABELS, "group:writer", 9, 0, unseen=4, **given)  # persons are divided, on their side
+    sides = [{c.id[:2] for c in more.clients if c.unseen is unseen} for unseen in (False, True)]
+    assert sides == [{f"w{i}" for i in range(7)}, {"w7", "w8", "w9"}]
+
+
+def test_divided_groups_are_held_out_whole() -> None:
+    coarse = np.array([f"c{y}" for y in LABELS])
+    found = partition(LABELS, "group:coarse", 40, 3, split=SPLIT, groups={"coarse": coarse}, unseen=10)
+    sides = [{c.id[:2] for c in found.clients if c.unseen is unseen} for unseen in (False, True)]
+    assert len(sides[0]) == 8 and len(sides[1]) == 2 and not sides[0] & sides[1]
+    assert (len(found.participants), len(found.clients)) == (40, 50)
+
+
+def test_unseen_groups_can_be_named() -> None:
+    writers = np.tile(["ann", "bob", "cy", "dee", "eve"], 1200)
+    given = {"split": SPLIT, "groups": {"writer": writers}, "unseen_groups": ["dee", "ann"]}
+    found = partition(LABELS, "group:writer", 3, 1, **given)
+    assert [c.id for c in found.clients] == ["bob", "cy", "eve", "ann", "dee"]
+    assert [c.unseen for c in found.clients] == [False] * 3 + [True] * 2
+    with pytest.raises(ConfigError, match="Unknown group of 'writer' to hold out 'dea'; did you mean 'dee'"):
+        partition(LABELS, "group:writer", 3, 1, **{**given, "unseen_groups": ["dea"]})
+    with pytest.raises(ConfigError, match="use 'group:NAME'"):
+        partition(LABELS, "iid", 3, 1, **given)
+    with pytest.raises(ConfigError, match="give one of the two"):
+        partition(LABELS, "group:writer", 3, 1, **given, unseen=2)
+    with pytest.raises(ConfigError, match="cannot be both participants and unseen clients"):
+        partition(LABELS, "group:writer", 3, 1, **{**given, "unseen_groups": ["ann", "bob", "cy", "dee", "eve"]})
+
+
+def test_a_label_scheme_tells_that_unseen_clients_share_clients_of_the_data() -> None:
+    groups = {"client": np.tile(["ann", "bob"], 3000)}
+    assert "share" not in "".join(partition(LABELS, "iid", 3, 1, groups=groups).notes)
+    notes = partition(LABELS, "iid", 3, 1, groups=groups, unseen=1).notes
+    assert any("samples of 2 groups of 'client' that participants have samples of" in n for n in notes)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["iid", "dirichlet:1", "group:site"]), st.integers(2, 40), st.integers(0, 2), st.integers(0, 99))
+def test_samples_that_belong_together_stay_in_one_pool(scheme: str, recordings: int, unseen: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    recording = np.sort(rng.integers(0, recordings, 400)).astype(str)
+    groups = {"recording": recording, "site": (recording.astype(int) % 4).astype(str)}
+    if scheme == "group:site" and len(set(groups["site"])) < 2 + unseen:
+        return
+    labels = rng.integers(0, 3, 400)
+    found = partition(labels, scheme, 2, seed, groups=groups, unseen=unseen, split_by="recording")
+    pools = [np.concatenate([getattr(c, pool) for c in found.clients]) for pool in ("train", "val", "test")]
+    held = [set(recording[rows]) for rows in pools]
+    moved = any("moved" in note for note in found.notes)
+    assert not held[1] & held[2] and (moved or not held[0] & (held[1] | held[2]))
+    sides = [
+        np.concatenate([np.r_[c.train, c.val, c.test] for c in found.clients if c.unseen is u] or [[]])
+        for u in (False, True)
+    ]
+    assert moved or not set(recording[sides[0].astype(int)]) & set(recording[sides[1].astype(int)])
+    if recordings > 20:
+        assert 0 < len(pools[1]) < 160 and 0 < len(pools[2]) < 160
+
+
+def test_an_unknown_grouping_to_split_by_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Unknown grouping to split by 'recrding'; did you mean 'recording'"):
+        partition(LABELS, "iid", 3, 1, groups={"recording": LABELS.astype(str)}, split_by="recrding")
 
 
 def test_few_groups_are_divided_evenly() -> None:

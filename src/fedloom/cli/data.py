@@ -14,7 +14,7 @@ from fedloom.cli.output import friendly, table, tell
 from fedloom.runs.options import RunOptions
 
 SPLIT_OPTIONS = (
-    *("dataset", "data_root", "partition", "clients", "unseen", "unseen_partition"),
+    *("dataset", "data_root", "partition", "clients", "unseen", "unseen_partition", "unseen_groups", "split_by"),
     *("val_share", "test_share", "server_data", "seed"),
 )
 

@@ -13,15 +13,21 @@ their own; hence another ``unseen_scheme`` leaves the participants as they are.
 
 **Natural groups** ("group:NAME"). A client is a group: a writer, an alphabet. With more groups than clients,
 the seeded stream chooses which to use; with fewer, a group is divided evenly, stratified by class, among
-several clients (pFedHN 5.5: 20 coarse classes, 100 clients). Unseen clients are whole clients chosen among
-these. A split that is given is kept, unless it runs between clients and not within them (in QMNIST the test writers
-are other people than the training writers): then each client's own samples are cut, and a note says so.
+several clients (pFedHN 5.5: 20 coarse classes, 100 clients). Unseen clients never share a group with a participant:
+they are whole groups, drawn or named (``unseen_groups``), and where groups are divided, whole groups are divided among
+them. A split that is given is kept. Where it runs between groups and not within them (in QMNIST the test writers are
+other people than the training writers) participants are groups of its training part and unseen clients groups of its
+test part; each client's own samples are cut, and a note says so.
+
+**Samples that belong together** (``split_by``: the name of a grouping) are all in one pool where pools are cut, and on
+one side where unseen clients' samples are split off: windows of one recording, say, which are nearly copies of each
+other.
 
 Every participant ends with at least one training sample. Where a scheme left it none, single samples move
 from the then largest participant, and a note says how many. Empty val and test sets are allowed and noted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -136,6 +142,8 @@ def partition(
     groups: Mapping[str, np.ndarray] | None = None,
     unseen: float = 0,
     unseen_scheme: str | None = None,
+    unseen_groups: Sequence[str] = (),
+    split_by: str | None = None,
     val_share: float = 0.15,
     test_share: float = 0.15,
 ) -> Partition:
@@ -145,14 +153,24 @@ def partition(
     "group:NAME" can split. ``split`` holds "train", "val" or "test" per sample as published. A pool that it
     lacks is cut from its training samples by ``val_share`` or ``test_share``; without ``split`` both are.
     ``unseen`` is a number of clients or, below 1, their share of all clients, then at least one client.
+    ``unseen_groups`` names them instead, and ``split_by`` a grouping whose samples stay together.
     """
     _check(labels, clients, unseen, val_share, test_share)
     parts = (parse_scheme(scheme), parse_scheme(unseen_scheme or scheme))
     published = None if split is None else _published(split, len(labels))
-    task = _Task(labels, seed, clients, _unseen_count(unseen, clients), published, val_share, test_share)
+    if split_by is not None and split_by not in (groups or {}):
+        raise unknown("grouping to split by", split_by, groups or ["(this dataset has none)"])
+    together = None if split_by is None else _group(split_by, groups or {}, len(labels))[1]
+    named = tuple(unseen_groups)
+    if named and unseen:
+        raise ConfigError("Unseen groups are named, and a number of unseen clients is given too; give one of the two.")
+    extra = len(named) or _unseen_count(unseen, clients)
+    task = _Task(labels, seed, clients, extra, published, val_share, test_share, together, named)
     if "group" not in (parts[0][0].name, parts[1][0].name):
+        if named:
+            raise ConfigError(f"Got unseen groups with scheme {scheme!r}, which deals all samples; use 'group:NAME'.")
         _check_labels(labels, parts)
-        return _by_label(task, parts)
+        return _with_shared(_by_label(task, parts), groups or {})
     if parts[0] != parts[1]:
         raise ConfigError(
             f"Got scheme {scheme!r} with unseen scheme {unseen_scheme!r}, but natural groups hold out whole "
@@ -172,6 +190,9 @@ class _Task:
     published: np.ndarray | None
     val_share: float
     test_share: float
+    together: np.ndarray | None = None
+    """The number of the group of samples that belong together."""
+    unseen_groups: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -290,9 +311,9 @@ def _by_label(task: _Task, parts: tuple[tuple[Scheme, Any], ...]) -> Partition:
     """Draw the pools, split off the unseen clients' samples, deal each part by its own scheme."""
     codes = _codes(task.labels)
     pool, wanted = task.start()
-    _hold_out(pool, codes, np.arange(len(codes)), wanted, stream(task.seed, "partition", "pools"))
+    _hold_out(pool, codes, np.arange(len(codes)), wanted, stream(task.seed, "partition", "pools"), task.together)
     _check_enough(int((pool == TRAIN).sum()), task.total)
-    held_out = _split_off(codes, pool, task.extra / task.total, stream(task.seed, "partition", "unseen"))
+    held_out = _split_off(codes, pool, task.extra / task.total, stream(task.seed, "partition", "unseen"), task.together)
     members = (
         ("participant", ~held_out, 0, task.clients),
         ("unseen client", held_out, task.clients, task.extra),
@@ -316,13 +337,33 @@ def _by_label(task: _Task, parts: tuple[tuple[Scheme, Any], ...]) -> Partition:
     return _assemble(owner, pool, [str(i) for i in range(task.total)], task.clients, notes)
 
 
-def _split_off(codes: np.ndarray, pool: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A mask over a share of each class of each pool."""
+def _split_off(
+    codes: np.ndarray, pool: np.ndarray, share: float, rng: np.random.Generator, together: np.ndarray | None
+) -> np.ndarray:
+    """A mask over a share of each class of each pool; or of the groups of samples that belong together."""
     mask = np.zeros(len(codes), dtype=bool)
     for kind in range(len(POOLS)):
         members = np.flatnonzero(pool == kind)
-        mask[members] = _pick(codes[members], share, rng)
+        mask[members] = _pick_some(codes[members], share, rng, None if together is None else together[members])
     return mask
+
+
+def _with_shared(found: Partition, groups: Mapping[str, np.ndarray]) -> Partition:
+    """The partition, with a note where unseen clients have samples of a participant's own clients."""
+    unseen = [c for c in found.clients if c.unseen]
+    if not unseen or "client" not in groups:
+        return found
+    sides = [
+        np.concatenate([r for c in part for r in (c.train, c.val, c.test)]) for part in (unseen, found.participants)
+    ]
+    shared = set(groups["client"][sides[0]].tolist()) & set(groups["client"][sides[1]].tolist())
+    if not shared:
+        return found
+    note = (
+        f"unseen clients have samples of {len(shared):,} groups of 'client' that participants have samples of, too: "
+        "newcomers would fare worse; --partition group:client holds whole groups out"
+    )
+    return replace(found, notes=(*found.notes, note))
 
 
 def _deal(codes: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -365,17 +406,30 @@ def _by_group(task: _Task, name: str, groups: Mapping[str, np.ndarray]) -> Parti
     codes, total = _codes(task.labels), task.total
     names, group = _group(name, groups, len(codes))
     _check_enough(len(codes), total)
+    held = _held_out(task, name, names, group)
     rng = stream(task.seed, "partition", "groups")
-    copies = np.full(len(names), total // len(names))  # clients per group
-    copies[rng.permutation(len(names))[: total % len(names)]] += 1
+    if held is None:
+        copies = _spread(total, len(names), rng)  # clients per group
+        order = _participants_first(total, task.extra, stream(task.seed, "partition", "unseen"))
+    else:
+        copies = np.zeros(len(names), dtype=np.int64)
+        for side, count in ((~held, task.clients), (held, task.extra)):
+            copies[side] = _spread(count, int(side.sum()), rng)
+        order = np.argsort(np.repeat(held, copies), kind="stable")
     pool, wanted = task.start()
     slot = _divide(group, codes * len(POOLS) + pool, copies, rng)
-    order = _participants_first(total, task.extra, stream(task.seed, "partition", "unseen"))
     owner = np.append(np.argsort(order), NOBODY)[slot]  # the last entry is for slot -1
     notes = _note_spare(name, copies, owner)
 
     lacking = _lacking(owner, pool, total)
-    if lacking == total and task.published is not None:  # a split by clients, not within them
+    if not task.unseen_groups and apart_groups(group, task.published).any():
+        notes.append(
+            f"the published split is by {name!r}: participants are of its training part, "
+            + (f"the {task.extra:,} unseen clients" if task.extra else "and unseen clients would be")
+            + " of its test part; each client's own samples are cut"
+        )
+        pool, wanted = replace(task, published=None).start()
+    elif lacking == total and task.published is not None:  # a split by clients, not within them
         notes.append(
             f"the published split is not used: {lacking:,} of {total:,} clients have no samples in one of "
             "its pools, so each client's own samples are cut"
@@ -383,12 +437,57 @@ def _by_group(task: _Task, name: str, groups: Mapping[str, np.ndarray]) -> Parti
         pool, wanted = replace(task, published=None).start()
     rng = stream(task.seed, "partition", "pools")
     for own in _by_owner(owner, total):
-        _hold_out(pool, codes, own, wanted, rng)
+        _hold_out(pool, codes, own, wanted, rng, task.together)
     training = (pool == TRAIN) & (owner != NOBODY) & (owner < task.clients)
     _check_enough(int(training.sum()), task.clients)
     notes += _repair(owner, training, task.clients, stream(task.seed, "partition", "repair"))
     ids = [f"{g}/{k}" if n > 1 else str(g) for g, n in zip(names, copies) for k in range(n)]
     return _assemble(owner, pool, [ids[i] for i in order], task.clients, notes)
+
+
+def apart_groups(group: np.ndarray, published: np.ndarray | None) -> np.ndarray:
+    """A mask over the groups that a split by groups has in its test part alone; none, if it runs within groups.
+
+    ``group`` are the numbers of the samples' groups, ``published`` those of their pools.
+    """
+    number = int(group.max(initial=-1)) + 1
+    if published is None:
+        return np.zeros(number, dtype=bool)
+    tested = np.bincount(group[published == TEST], minlength=number) > 0
+    trained = np.bincount(group[published != TEST], minlength=number) > 0
+    apart: np.ndarray = tested & ~trained
+    return apart if trained.any() and not (tested & trained).any() else np.zeros(number, dtype=bool)
+
+
+def _held_out(task: _Task, name: str, names: np.ndarray, group: np.ndarray) -> np.ndarray | None:
+    """A mask over the groups that are unseen clients; None where every client is a group, to be drawn from all."""
+    number, apart = len(names), apart_groups(group, task.published)
+    if task.unseen_groups:
+        strange = sorted(set(task.unseen_groups) - set(names.tolist()))
+        if strange:
+            raise unknown(f"group of {name!r} to hold out", strange[0], names.tolist())
+        held = np.isin(names, task.unseen_groups)
+    elif apart.any():
+        held = apart
+    elif task.extra and task.total > number:
+        rng, share = stream(task.seed, "partition", "unseen"), task.extra / task.total
+        held = np.zeros(number, dtype=bool)
+        held[rng.permutation(number)[: min(max(1, round(share * number)), task.extra, number - 1)]] = True
+    else:
+        return None
+    if held.all() or not held.any():
+        raise ConfigError(
+            f"The {number} groups of {name!r} cannot be both participants and unseen clients, which share no group; "
+            "hold fewer out, or split by another grouping."
+        )
+    return held
+
+
+def _spread(clients: int, groups: int, rng: np.random.Generator) -> np.ndarray:
+    """How many clients each group is divided among, as evenly as can be; none for groups that are not used."""
+    copies = np.full(groups, clients // groups)
+    copies[rng.permutation(groups)[: clients % groups]] += 1
+    return copies
 
 
 def _participants_first(total: int, extra: int, rng: np.random.Generator) -> np.ndarray:
@@ -445,13 +544,36 @@ def _hold_out(
     members: np.ndarray,
     wanted: list[tuple[int, float]],
     rng: np.random.Generator,
+    together: np.ndarray | None,
 ) -> None:
     """Turn shares of the training samples among ``members`` into val and test samples, in place."""
     left = 1.0
     for kind, share in wanted:
         train = members[pool[members] == TRAIN]
-        pool[train[_pick(codes[train], share / left, rng)]] = kind
+        pool[train[_pick_some(codes[train], share / left, rng, None if together is None else together[train])]] = kind
         left -= share
+
+
+def _pick_some(codes: np.ndarray, share: float, rng: np.random.Generator, together: np.ndarray | None) -> np.ndarray:
+    """A mask over a share of the samples: of whole groups, where some belong together."""
+    return _pick(codes, share, rng) if together is None else _pick_groups(together, share, rng)
+
+
+def _pick_groups(together: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """A mask over whole groups with about a share of the samples; one at least if there are two, and never all."""
+    _, inverse, sizes = np.unique(together, return_inverse=True, return_counts=True)
+    chosen, wanted = np.zeros(len(sizes), dtype=bool), share * len(together)
+    if share == 0 or len(sizes) < 2:
+        return chosen[inverse]
+    order = rng.permutation(len(sizes))
+    for one in order:
+        if sizes[chosen].sum() + sizes[one] / 2 <= wanted:
+            chosen[one] = True
+    if not chosen.any():
+        chosen[order[sizes[order].argmin()]] = True
+    if chosen.all():
+        chosen[order[-1]] = False
+    return chosen[inverse]
 
 
 def _pick(codes: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

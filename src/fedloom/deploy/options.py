@@ -131,7 +131,7 @@ def read(table: Mapping[str, Any]) -> Settings:
     settings = Settings(method, **found)
     if not settings.deploy.shape or not settings.deploy.num_outputs:
         raise ConfigError("num-outputs is 0; give the number of classes, or of target values.")
-    names, outputs = settings.deploy.class_names, settings.deploy.num_outputs
-    if names and len(set(names)) != outputs:
-        raise ConfigError(f"classes names {len(set(names))} of the {outputs} that num-outputs says; name each once.")
+    classes, outputs = len(set(settings.deploy.class_names)), settings.deploy.num_outputs
+    if classes not in (0, outputs):
+        raise ConfigError(f"classes names {classes} of the {outputs} that num-outputs says; name each once.")
     return settings

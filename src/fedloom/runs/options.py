@@ -22,6 +22,12 @@ class RunOptions:
     clients: int | None = option(None, "Clients that take part; without it, all that the data name, else 20.", low=1)
     unseen: float = option(0.0, "Clients held out of training: a count, or a share of all clients.", low=0)
     unseen_partition: str | None = option(None, "Another partition for the unseen clients, e.g. dirichlet:1.")
+    unseen_groups: str | None = option(
+        None, "With --partition group:NAME: the groups held out of training by name, separated by commas."
+    )
+    split_by: str | None = option(
+        None, "A grouping whose samples stay together when validation and test data are cut, e.g. recording."
+    )
     unseen_shift: str | None = option(None, "A change of the unseen clients' images, e.g. blur or rotation.")
     unseen_shift_strength: float | None = option(None, "Its strength; without it, drawn for each image.")
     val_share: float = option(0.15, "Share of the training data kept for validation.", low=0, high=0.9)
@@ -98,7 +104,7 @@ class RunOptions:
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
         for name in ("unseen_partition", "unseen_shift", "unseen_model"):
-            if getattr(self, name) and not self.unseen:
+            if getattr(self, name) and not (self.unseen or self.unseen_groups):
                 raise ConfigError(
                     f"{flag(name)} is about clients held out of training, and there are none. Give --unseen too."
                 )
@@ -110,6 +116,11 @@ class RunOptions:
             raise ConfigError(
                 f"--cohort is {self.cohort:g}, but there are {self.clients} clients; ask at most as many as there are."
             )
+
+    @property
+    def named_unseen(self) -> tuple[str, ...]:
+        """The groups that are held out by name."""
+        return tuple(self.unseen_groups.split(",")) if self.unseen_groups else ()
 
     @property
     def server_share(self) -> float:

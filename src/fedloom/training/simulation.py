@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedloom.clients.federation import SPLITS, Federation, federate
-from fedloom.clients.partition import Partition, partition
+from fedloom.clients.partition import POOLS, Partition, apart_groups, partition
 from fedloom.clients.shift import apply_shift
 from fedloom.core.contract import Needs, Sent, Setup
 from fedloom.core.errors import ConfigError
@@ -51,13 +51,27 @@ def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
         scheme = "group:client" if "client" in arrays.groups else f"classes:{classes}" if classes else "iid"
     clients = options.clients
     if clients is None:
+        clients = 20
         named = arrays.groups.get(scheme.removeprefix("group:")) if scheme.startswith("group:") else None
-        everybody = 20 if named is None else len(np.unique(named))
-        held_out = options.unseen if options.unseen >= 1 else round(options.unseen * everybody)
-        clients = everybody if named is None else max(1, everybody - int(held_out))
+        if named is not None:
+            clients = _all_but_unseen(options, named, arrays.split)
     # what a run directory has does not say which of two tasks without classes it was
     task = arrays.task if options.task == "auto" and arrays.multilabel else options.task
     return replace(options, partition=scheme, clients=clients, task=task)
+
+
+def _all_but_unseen(options: RunOptions, group: np.ndarray, published: np.ndarray | None) -> int:
+    """The number of groups that take part where all do but those that are held out."""
+    names, numbers = np.unique(group, return_inverse=True)
+    apart = apart_groups(numbers, None if published is None else np.array([POOLS.index(s) for s in published]))
+    everybody = len(names)
+    if options.unseen_groups:
+        held_out = len(options.named_unseen)
+    elif apart.any():
+        held_out = int(apart.sum())
+    else:
+        held_out = int(options.unseen if options.unseen >= 1 else round(options.unseen * everybody))
+    return max(1, everybody - held_out)
 
 
 def split(options: RunOptions, arrays: Arrays) -> Partition:
@@ -74,6 +88,8 @@ def split(options: RunOptions, arrays: Arrays) -> Partition:
         groups={name: members[rows] for name, members in arrays.groups.items()},
         unseen=options.unseen,
         unseen_scheme=options.unseen_partition,
+        unseen_groups=options.named_unseen,
+        split_by=options.split_by,
         val_share=options.val_share,
         test_share=options.test_share,
     )
