@@ -201,6 +201,42 @@ def test_pages_open_quickly(browser: Browser, tmp_path: Path, clients: int, seco
     assert browser.errors == []
 
 
+def test_whoever_reads_a_live_page_is_left_where_they_are(tmp_path: Path) -> None:
+    """What was opened stays open, at its row, with the keys there; what looks wrong is said; so is a server's end."""
+    run = made_run(tmp_path / "run", clients=40, rounds=4, finished=False)
+    run.update_config(rounds=8)
+    with Watch([run.path]) as served, Browser(offline=False) as browser:
+        thread = threading.Thread(target=served.serve, daemon=True)
+        thread.start()
+        try:
+            browser.open(served.url)
+            browser.run("document.querySelector('#figure-loss .tools button').click()")
+            browser.run("document.querySelector('#figure-who .scroll').scrollTop = 200; 0")
+            browser.run("document.querySelector('#figure-loss .scroll').focus()")
+            browser.run("(s => { s.value = 'dark'; s.dispatchEvent(new Event('change')); })(theme)")
+            rows = "document.querySelectorAll('#figure-loss tbody tr').length"
+            assert browser.run(rows) == 4
+            last, reason = run.records()[-1], "replied with NaN or Inf"
+            client = last["cohort"]["client"][0]
+            run.append({**last, "round": 5, "dropped": [{"client": client, "program": "train", "reason": reason}]})
+            browser.wait(f"{rows} === 5")
+            assert browser.run("document.activeElement === document.querySelector('#figure-loss .scroll')")
+            assert browser.run("document.querySelector('#figure-who .scroll').scrollTop") == 200
+            assert browser.run("document.querySelector('#figure-who tbody td:nth-child(2)').textContent") == "dropped"
+            browser.wait("news.textContent.includes('NaN or Inf were refused')")
+            assert browser.run("theme.value") == "dark"
+            assert browser.errors == []
+            (run.path / "summary.json").write_text("{")
+            browser.wait("connection.textContent.includes('is damaged')")
+            (run.path / "summary.json").unlink()
+            browser.wait("connection.textContent === ''")
+        finally:
+            served.close()
+            thread.join()
+            served._server.server_close()
+        browser.wait("connection.textContent.includes('does not answer')")
+
+
 def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", rounds=4, finished=False)
     run.config["rounds"] = 8

@@ -88,6 +88,16 @@ def test_numbers_that_not_all_runs_have_are_none(tmp_path):
     assert compare([tmp_path]).rows[0].unseen is None
 
 
+def test_newcomers_are_those_of_the_best_round(tmp_path):
+    """As all else in the row; those of the last round are another model's."""
+    name = "deployed/unseen/test/accuracy"
+    path = write_run(tmp_path / "run", unseen={name: 0.3})
+    summary = json.loads((path / "summary.json").read_text())
+    summary["best"][name] = 0.2
+    (path / "summary.json").write_text(json.dumps(summary))
+    assert compare([tmp_path]).rows[0].unseen == Spread(0.2, None)
+
+
 def test_runs_that_were_stopped_are_left_out(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", finished=False)

@@ -50,8 +50,12 @@ def test_a_file_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
 def test_a_line_that_is_no_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"nonsense\n")
-    with pytest.raises(RunError, match="is not a JSON object"):
-        Lines(path).look()
+    lines = Lines(path)
+    for _ in range(2):  # it is said until it is mended, and nothing after it is lost
+        with pytest.raises(RunError, match="is not a JSON object"):
+            lines.look()
+    path.write_bytes(b'{"round": 1}\n')
+    assert lines.look() and lines.lines == [{"round": 1}]
 
 
 def test_a_resumed_run_is_followed_back_and_on(tmp_path: Path) -> None:
@@ -113,6 +117,32 @@ def test_who_was_dropped_and_why(going: RunDirectory) -> None:
     (table,) = [block for block in page.sections[0].blocks if block["id"] == "who"]
     assert table["rows"][0][:2] == [client, "dropped"] and table["rows"][0][-1] == "replied with NaN or Inf"
     assert {row[1] for row in table["rows"]} >= {"dropped", "answered", "newcomer"}
+
+
+def test_who_is_late_and_who_was_dropped_earlier(going: RunDirectory) -> None:
+    """What came of the newest round, with the reason of an earlier one beside it; also of clients with no bytes."""
+    last = going.records()[-1]
+    cohort = {"client": [], "down": [], "up": []}
+    dropped = [
+        {"client": "0", "program": "train", "reason": "did not answer within 600 seconds"},
+        {"client": "1", "program": "train", "reason": "is gone"},
+    ]
+    going.append({**last, "round": 5, "cohort": cohort, "seconds": {"round": 0.1}, "dropped": dropped})
+    going.append({**last, "round": 6, "cohort": cohort, "seconds": {"round": 0.1}, "dropped": dropped[:1]})
+    page = live.page_of([follow(going)], now=time.time())
+    (table,) = [block for block in page.sections[0].blocks if block["id"] == "who"]
+    rows = {row[0]: row for row in table["rows"]}
+    assert table["rows"][0] == rows["0"]
+    assert (rows["0"][1], rows["0"][2], rows["0"][-1]) == ("late", 6, "did not answer within 600 seconds")
+    assert (rows["1"][1], rows["1"][2], rows["1"][-1]) == ("not asked", 5, "is gone")
+
+
+def test_a_long_list_of_clients_is_cut_and_says_so(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", clients=live.NEWEST + 5, unseen=0, rounds=2, finished=False)
+    page = live.page_of([follow(run)], now=time.time())
+    (table,) = [block for block in page.sections[0].blocks if block["id"] == "who"]
+    assert len(table["rows"]) == live.NEWEST
+    assert f"Shown are {live.NEWEST} of {live.NEWEST + 5} clients." in table["note"]
 
 
 def test_a_run_before_its_first_round(tmp_path: Path) -> None:

@@ -137,6 +137,35 @@ def test_a_page_is_small_whatever_the_federation(tmp_path: Path, clients: int) -
     assert write([run.path]).stat().st_size < LIMIT
 
 
+@pytest.mark.slow
+def test_a_page_is_small_whatever_the_names_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that are called by a digest, many newcomers with estimates, many classes."""
+    monkeypatch.setattr("made.CLASSES", 62)
+    names = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(3_000)]
+    run = made_run(tmp_path / "run", clients=names, unseen=2_000, rounds=2, estimates=True)
+    assert write([run.path]).stat().st_size < LIMIT
+
+
+@pytest.mark.slow
+def test_a_page_of_many_runs_is_small(tmp_path: Path) -> None:
+    names = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(500)]
+    for seed in range(2):
+        for steps in range(8):
+            made_run(tmp_path / f"{steps}-{seed}", clients=names, unseen=0, rounds=60, seed=seed, local_steps=steps)
+    path = write([tmp_path])
+    assert path.stat().st_size < LIMIT
+    assert "some are shown, evenly" in path.read_text(encoding="utf-8")
+
+
+def test_a_page_repeats_no_text(tmp_path: Path) -> None:
+    """A column has each of its texts once, and for each row which of them it is."""
+    content = page([made_run(tmp_path / "run", clients=12).path]).as_json()
+    (split,) = [b for s in content["sections"] for b in s["blocks"] if b.get("id") == "split"]
+    packed = split["data"]["group"]
+    assert packed["names"] == ["took part", "unseen"] and set(packed["at"]) == {0, 1}
+    assert len(packed["at"]) == len(split["data"]["samples"])
+
+
 def test_what_is_vendored_is_as_it_was_published() -> None:
     for line in (VENDOR / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split()

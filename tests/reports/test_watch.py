@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,30 @@ def test_a_finished_run_is_not_sent_twice(tmp_path: Path) -> None:
         served.close()
         thread.join()
     assert (status, content) == (304, b"")
+
+
+def test_damaged_records_are_said_until_they_are_mended(watched, capfd: pytest.CaptureFixture[str]) -> None:
+    served, path = watched
+    file = path / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"{nonsense\n")
+    for _ in range(2):
+        status, content, _ = ask(served, f"/model?{token(served)}")
+        assert status == 503 and b"metrics.jsonl is not a JSON object; remove it to use the others.\n" in content
+    file.write_bytes(whole)
+    assert ask(served, f"/model?{token(served)}")[0] == 200
+    shutil.rmtree(path)
+    status, content, _ = ask(served, f"/?{token(served)}")
+    assert status == 503 and b"is not a run directory" in content
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_browser_that_goes_away_is_no_fault(watched, capfd: pytest.CaptureFixture[str]) -> None:
+    served, _ = watched
+    served._server.RequestHandlerClass._send = lambda *_: (_ for _ in ()).throw(BrokenPipeError())
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(served, f"/?{token(served)}")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said(watched) -> None:

@@ -14,6 +14,8 @@ bars, stacked; rows with an interval each."""
 
 MOST_POINTS = 400
 """Of a line: more cannot be told apart on a screen."""
+MOST_ROWS = 4_000
+"""Of all lines of a chart: more make a page heavy."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,12 @@ class Chart:
 
 
 def thinned(columns: Mapping[str, Sequence[Any]], by: str, keep: Sequence[Any] = ()) -> dict[str, list[Any]]:
-    """Columns of lines with at most ``MOST_POINTS`` values of ``by``, evenly spaced; the last and ``keep`` stay."""
+    """Columns of lines with at most ``MOST_POINTS`` values of ``by``, fewer if that makes more than ``MOST_ROWS`` rows.
+
+    They are evenly spaced; the last and ``keep`` stay.
+    """
     values = sorted(set(columns[by]))
-    step = -(-len(values) // MOST_POINTS) if values else 1
+    step = max(-(-len(values) // MOST_POINTS), -(-len(columns[by]) // MOST_ROWS), 1)
     kept = {*values[::step], *values[-1:], *keep}
     rows = [row for row, value in enumerate(columns[by]) if value in kept]
     return {name: [column[row] for row in rows] for name, column in columns.items()}

@@ -3,7 +3,9 @@
 
 Numbers come from the runs' summaries alone; nothing is computed again. ``best`` is the test metric at the round that
 was best on validation data, ``last`` that of the last round, ``worst10`` the best round's mean over the tenth of the
-clients that fare worst. A spread is the standard deviation of the sample of seeds (n - 1).
+clients that fare worst. ``unseen`` is the test metric of clients that took no part, at the best round too where they
+were tried then, as they are unless clients are on machines of their own. A spread is the standard deviation of the
+sample of seeds (n - 1).
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> set[str]:
 def _row(group: Sequence[_Finished], differing: set[str]) -> Row:
     first = group[0]
     metric: str = first.summary["metric"]
-    test = f"deployed/participants/test/{metric}"
+    test, unseen = f"deployed/participants/test/{metric}", f"deployed/unseen/test/{metric}"
     parts = {name: [run.summary.get(name) or {} for run in group] for name in ("best", "last", "unseen")}
     return Row(
         method=_method(first),
@@ -150,7 +152,9 @@ def _row(group: Sequence[_Finished], differing: set[str]) -> Row:
         best=_if_all(part.get(test) for part in parts["best"]),
         last=_if_all(part.get(test) for part in parts["last"]),
         worst10=_if_all(part.get(f"{test}_worst10") for part in parts["best"]),
-        unseen=_if_all(part.get(f"deployed/unseen/test/{metric}") for part in parts["unseen"]),
+        unseen=_if_all(
+            best.get(unseen, last.get(unseen)) for best, last in zip(parts["best"], parts["unseen"], strict=True)
+        ),
         seconds=_spread([run.summary["seconds"] for run in group]),
         megabytes=_spread([sum(run.summary["bytes"].values()) / 1e6 for run in group]),
     )

@@ -38,12 +38,11 @@ class Lines:
         except FileNotFoundError:
             gone, self.lines, self._file, self._read = bool(self.lines), [], 0, 0
             return gone
+        try:
+            self.lines += [files.from_json(line) for line in (whole.split(b"\n") if newline else ())]
+        except ValueError as error:  # nothing of it counts as read: it may be mended
+            raise RunError(f"A line of {self.path} is not a JSON object; remove it to use the others.") from error
         self._read += len(whole) + len(newline)
-        for line in whole.split(b"\n") if newline else ():
-            try:
-                self.lines.append(files.from_json(line))
-            except ValueError as error:
-                raise RunError(f"A line of {self.path} is not a JSON object; remove it to use the others.") from error
         return anew or bool(newline)
 
 

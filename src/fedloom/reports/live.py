@@ -124,7 +124,8 @@ def _who(facts: Facts) -> list[Block]:
         told = record.get("cohort") or {"client": []}
         seconds = record["seconds"].get("clients") or [None] * len(told["client"])
         refused = {one["client"]: one["reason"] for one in record.get("dropped", ())}
-        for client, taken in zip(told["client"], seconds):
+        asked = dict(zip(told["client"], seconds)) | {c: None for c in refused if c not in told["client"]}
+        for client, taken in asked.items():
             entry = last.setdefault(client, [0, 0, 0, None, ""])
             entry[0], entry[1] = record["round"], entry[1] + 1
             entry[2] += client in refused
@@ -135,15 +136,22 @@ def _who(facts: Facts) -> list[Block]:
     for client in members:
         if client in last:
             round, asked, dropped, taken, reason = last[client]
-            state = "dropped" if reason else "answered" if round == facts.rounds else "not asked"
+            state = "not asked" if round < facts.rounds else _came_of(reason)
             rows.append((client, state, round, asked, dropped, taken, reason))
         else:
             unseen = client in facts.members and facts.members[client].unseen
             rows.append((client, "newcomer" if unseen else "never asked", None, 0, 0, None, ""))
-    order = {"dropped": 0, "answered": 1, "not asked": 2, "never asked": 3, "newcomer": 4}
-    rows.sort(key=lambda row: order[row[1]])
-    columns = ["client", f"in round {facts.rounds}", "last asked", "times asked", "times dropped", "seconds", "why"]
-    return [table_block("who", "Who answered", columns, rows[:NEWEST], "Dropped clients first.")]
+    order = ("late", "dropped", "answered", "not asked", "never asked", "newcomer")
+    rows.sort(key=lambda row: (order.index(row[1]), not row[-1]))
+    columns = ["client", f"in round {facts.rounds}", "last asked", "times asked", "times dropped", "seconds", "why not"]
+    note = "Those who did not answer in time first, then those whose replies were not used; why, when last asked."
+    if len(rows) > NEWEST:
+        note += f" Shown are {NEWEST} of {len(rows):,} clients."
+    return [table_block("who", "Who answered", columns, rows[:NEWEST], note)]
+
+
+def _came_of(reason: str) -> str:
+    return "answered" if not reason else "late" if "did not answer" in reason else "dropped"
 
 
 def _curves(runs: Sequence[Facts]) -> Chart | None:

@@ -16,8 +16,10 @@ from fedloom.runs.records import ADMISSION, MIX, panel
 
 FEW_SAMPLES = 10
 """A client with fewer test samples than this says little by itself."""
-MOST = 5_000
-"""Clients of whom a chart shows one number."""
+MOST = 1_500
+"""Clients of whom a chart shows one number, and marks of those of whom it shows several."""
+MIXED = 100
+"""Clients whose models are mixed in a chart."""
 SHOWN = 200
 """Clients of whom a chart shows more than one number each."""
 BAND = 0.1
@@ -165,7 +167,8 @@ def split(facts: Facts) -> Chart | None:
     members = [member for member in facts.roster.members if any(member.labels)]
     if not members:
         return None
-    some, classes = panel(members, SHOWN), facts.roster.classes
+    classes = facts.roster.classes
+    some = panel(members, min(SHOWN, max(1, 2 * MOST // len(classes))))
     rows = [(m, name, count) for m in some for name, count in zip(classes, m.labels) if count]
     told = "A dot is as large as the client's number of samples of that class, all splits together."
     if len(some) < len(members):
@@ -323,6 +326,7 @@ def estimates(facts: Facts) -> Chart | None:
             ]
     if not rows:
         return None
+    rows, everything = list(panel(rows, MOST)), len(rows)
     names = ("client", "class", "true", "estimated", "low", "high", "decision")
     data = {name: list(column) for name, column in zip(names, zip(*rows))}
     data["true"] = [_digits(value) for value in data["true"]]
@@ -330,6 +334,8 @@ def estimates(facts: Facts) -> Chart | None:
         f"Label shares of the {len(found['client'])} unseen clients, a mark for each client and class. They were found "
         "from samples without their labels, at the client; the true ones are known here because this is a simulation."
     )
+    if everything > len(rows):
+        told += f" Shown are {len(rows):,} of {everything:,} marks, evenly."
     return Chart(
         "estimates", "Estimated against true label shares", told, "points", data, Axis("true", "true share", "share"),
         Axis("estimated", "estimated share", "share"), Axis("decision", "decision", "name"), height=320,
@@ -342,7 +348,8 @@ def newcomers(facts: Facts) -> Chart | None:
     """How unseen clients fare against how far they are from the nearest participant."""
     scores = facts.unseen()
     found = [] if scores is None else [(c, m, n) for c, m, n in zip(scores.clients, scores.metric, scores.samples)]
-    known = [one for one in found if one[0] in facts.members and any(facts.members[one[0]].labels)]
+    everybody = [one for one in found if one[0] in facts.members and any(facts.members[one[0]].labels)]
+    known = panel(everybody, MOST // 2)
     others = [m for m in facts.members.values() if not m.unseen and any(m.labels)]
     if not known or not others or scores is None:
         return None
@@ -355,6 +362,8 @@ def newcomers(facts: Facts) -> Chart | None:
         "Total variation between a newcomer's label shares and those of the participant nearest to it: 0 is the same "
         f"mix of classes, 1 has none in common. Scores of round {scores.round}."
     )
+    if len(known) < len(everybody):
+        told += f" Shown are {len(known):,} of {len(everybody):,} newcomers, evenly from the roster."
     mean = facts.best.get(f"deployed/participants/test/{facts.metric}")
     return Chart(
         "newcomers", "Newcomers, by how unlike they are", told, "points", data,
@@ -395,15 +404,19 @@ def mix(facts: Facts) -> Chart | None:
     found = facts.extras.get(MIX)
     if not found:
         return None
-    clients = found["client"]
-    rows = [(a, b, v) for a, row in zip(clients, found["metric"]) for b, v in zip(clients, row)]
-    own = float(np.mean([found["metric"][i][i] for i in range(len(clients))]))
+    everybody = found["client"]
+    own = float(np.mean([found["metric"][i][i] for i in range(len(everybody))]))
+    some = panel(range(len(everybody)), MIXED)
+    clients = [everybody[i] for i in some]
+    rows = [(everybody[i], everybody[j], found["metric"][i][j]) for i in some for j in some]
     told = (
         f"The output layer of one client on the body of another, tried on test data of the first, after round "
         f"{found['round']}. On the diagonal both are the client's own: {own:.1%} on average."
         if facts.is_share
         else "The output layer of one client on the body of another, tried on test data of the first."
     )
+    if len(clients) < len(everybody):
+        told += f" Shown are {len(clients)} of {len(everybody):,} clients, evenly from the roster."
     return Chart(
         "mix", "Mixed models", told, "heat",
         {"head": [a for a, *_ in rows], "body": [b for _, b, _ in rows], "metric": [v for *_, v in rows]},

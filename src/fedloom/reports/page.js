@@ -6,6 +6,15 @@
   const views = []; // the charts that are drawn: {view, redraw}
   let picked = "";
 
+  // every text of a column comes once, with the rows that have it
+
+  function unpacked(content) {
+    for (const block of content.sections.flatMap((part) => part.blocks).filter((one) => one.type === "chart")) {
+      for (const [name, { names, at }] of Object.entries(block.data)) if (names) block.data[name] = at.map((i) => names[i]);
+    }
+    return content;
+  }
+
   function make(tag, attributes, ...children) {
     const element = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes || {})) {
@@ -138,32 +147,35 @@
           make("input", { type: "radio", name: `${block.id}-${at}`, checked: i === 0, onchange: () => { chosen[at] = i; redraw(); } }),
           make("span", {}, option))));
     });
-    const columns = Object.values(block.columns);
     const data = make("div", { id: `${block.id}-table`, hidden: true });
     const toggle = make("button", { type: "button", "aria-expanded": "false", "aria-controls": data.id }, "Table");
+    const rows = () => {
+      const named = Object.entries(block.columns).map(([name, title]) => (name === "client" ? "client" : title));
+      return table(`${block.title}: data`, named, rowsOf(block));
+    };
     toggle.addEventListener("click", () => {
       if (!data.firstChild) {
-        const named = columns.map((title, i) => (Object.keys(block.columns)[i] === "client" ? "client" : title));
-        data.append(table(`${block.title}: data`, named, rowsOf(block)));
+        data.append(rows());
         mark(data);
       }
       data.hidden = !data.hidden;
       toggle.setAttribute("aria-expanded", String(!data.hidden));
     });
     const tools = make("div", { class: "tools" }, toggle,
-      make("button", { type: "button", onclick: () => save(`${block.id}.csv`, csv(columns, rowsOf(block)), "text/csv") }, "CSV"),
+      make("button", { type: "button", onclick: () => save(`${block.id}.csv`, csv(Object.values(block.columns), rowsOf(block)), "text/csv") }, "CSV"),
       make("button", { type: "button", onclick: () => save(`${block.id}.svg`, svgText(place), "image/svg+xml") }, "SVG"));
     const figure = make("figure", { id: `figure-${block.id}`, "aria-labelledby": `title-${block.id}` },
       make("div", { class: "head" }, make("h3", { id: `title-${block.id}` }, block.title), switches),
       place, make("figcaption", {}, block.caption), tools, data);
     one.name = block.id;
     one.start = redraw;
-    one.update = (fresh) => { // newer data for the same chart
+    one.update = async (fresh) => { // newer data for the same chart; a table that is open stays open
+      if (JSON.stringify(fresh) === JSON.stringify(block)) return;
       block = fresh;
-      data.replaceChildren();
-      data.hidden = true;
-      toggle.setAttribute("aria-expanded", "false");
       figure.querySelector("figcaption").textContent = fresh.caption;
+      if (data.hidden) data.replaceChildren();
+      else swap(data.firstChild, rows());
+      await redraw();
     };
     views.push(one);
     return figure;
@@ -173,6 +185,46 @@
 
   function mark(root) {
     for (const row of root.querySelectorAll("tr[data-client]")) row.classList.toggle("picked", picked !== "" && row.dataset.client === picked);
+  }
+
+  // newer rows in the place of others, for somebody who reads them: at the same row, with the keys where they were
+
+  const reached = (root) => [root, ...root.querySelectorAll("button, input, [tabindex]")];
+  const scrolled = (root) => reached(root).find((one) => one.matches(".scroll"));
+
+  function swap(before, after) {
+    const at = reached(before).indexOf(document.activeElement);
+    const { scrollTop, scrollLeft } = scrolled(before);
+    before.replaceWith(after);
+    Object.assign(scrolled(after), { scrollTop, scrollLeft });
+    if (at >= 0) reached(after)[at].focus({ preventScroll: true });
+    mark(after);
+  }
+
+  // the same for a page that is built anew: gives what brings everything back
+
+  function whereabouts() {
+    const height = scrollY;
+    const held = document.activeElement.id;
+    const seen = [...document.querySelectorAll("figure")].map((figure) => ({
+      id: figure.id,
+      at: reached(figure).indexOf(document.activeElement),
+      open: figure.querySelector("[aria-expanded=true]") !== null,
+      chosen: [...figure.querySelectorAll("input")].map((input) => input.checked),
+      top: (scrolled(figure) || figure).scrollTop,
+    }));
+    return () => {
+      for (const { id, at, open, chosen, top } of seen) {
+        const figure = document.getElementById(id);
+        if (!figure) continue;
+        figure.querySelectorAll("input").forEach((input, i) => { if (chosen[i] && !input.checked) input.click(); });
+        if (open) figure.querySelector("[aria-expanded]").click();
+        (scrolled(figure) || figure).scrollTop = top;
+        if (at >= 0 && reached(figure)[at]) reached(figure)[at].focus({ preventScroll: true });
+      }
+      if (held && document.getElementById(held)) document.getElementById(held).focus({ preventScroll: true });
+      scrollTo({ top: height, behavior: "instant" });
+    };
   }
 
   function pick(client) {
@@ -200,14 +252,16 @@
     },
   };
 
+  function placed(block) {
+    const element = BLOCKS[block.type](block);
+    if (block.width) element.classList.add(block.width);
+    return element;
+  }
+
   function sections(content) {
     return content.sections.map((part) => make("section", { id: part.id, "aria-labelledby": `heading-${part.id}` },
       make("h2", { id: `heading-${part.id}` }, part.title),
-      make("div", { class: "grid" }, part.blocks.map((block) => {
-        const element = BLOCKS[block.type](block);
-        if (block.width) element.classList.add(block.width);
-        return element;
-      }))));
+      make("div", { class: "grid" }, part.blocks.map(placed))));
   }
 
   function head(content) {
@@ -229,7 +283,7 @@
 
   function progress(told) {
     const bar = make("progress", { max: told.planned || 1, value: told.done, "aria-label": "Rounds done" });
-    return make("div", { class: "progress", role: "status" }, bar, make("p", { dir: "auto" }, told.sentences.join(" ")));
+    return make("div", { class: "progress" }, bar, make("p", { dir: "auto" }, told.sentences.join(" ")));
   }
 
   function bar(content) {
@@ -237,10 +291,10 @@
     const theme = make("select", { id: "theme", onchange: () => {
       if (theme.value === "auto") delete document.documentElement.dataset.theme;
       else document.documentElement.dataset.theme = theme.value;
-    } }, themes.map((name) => make("option", { value: name }, name)));
+    } }, themes.map((name) => make("option", { value: name, selected: name === (document.documentElement.dataset.theme || "auto") }, name)));
     const links = make("nav", { "aria-label": "Sections" }, content.sections.map((part) => make("a", { href: `#${part.id}` }, part.title)));
     const search = content.clients.length === 0 ? null : make("label", {}, "Client",
-      make("input", { id: "client", type: "search", list: "clients", placeholder: "any", onchange: (event) => {
+      make("input", { id: "client", type: "search", list: "clients", placeholder: "any", value: picked, onchange: (event) => {
         pick(event.target.value);
       } }),
       make("datalist", { id: "clients" }, content.clients.map((name) => make("option", { value: name }))));
@@ -267,47 +321,67 @@
     const root = document.getElementById("page");
     for (const one of views.splice(0)) if (one.result) one.result.view.finalize();
     document.title = content.title;
-    root.replaceChildren(bar(content), make("main", { id: "content" }, head(content), sections(content), make("footer", {}, content.footer)));
+    root.replaceChildren(bar(content), make("main", { id: "content" },
+      make("p", { id: "connection", role: "status" }), make("p", { id: "news", role: "status", class: "heard" }),
+      head(content), sections(content), make("footer", {}, content.footer)));
     await drawAll();
     document.documentElement.dataset.drawn = String(views.length);
   }
 
   // a run that goes on: the same page, with what is new put into the charts that are there
 
-  function refresh(content) {
-    if (outline(content) !== last) return build(content);
-    document.getElementById("head").replaceWith(head(content));
-    const blocks = content.sections.flatMap((part) => part.blocks);
-    const charts = blocks.filter((block) => block.type === "chart");
-    for (const block of blocks) {
-      if (block.type !== "table") continue;
-      const before = document.getElementById(`figure-${block.id}`);
-      if (before && !before.contains(document.activeElement)) before.replaceWith(BLOCKS.table(block));
+  const apart = ({ progress, verdict, title, badges, warnings, tiles, refusal }) => [progress, JSON.stringify([verdict, title, badges, warnings, tiles, refusal])];
+
+  async function refresh(content, before) {
+    const heard = content.warnings.filter((text) => !before.warnings.includes(text));
+    if (outline(content) !== last) {
+      const back = whereabouts();
+      await build(content);
+      back();
+    } else {
+      const [[ahead, fresh], [, known]] = [apart(content), apart(before)];
+      const bar = document.querySelector(".progress");
+      if (fresh !== known || !bar || !ahead) document.getElementById("head").replaceWith(head(content));
+      else bar.replaceWith(progress(ahead));
+      const earlier = before.sections.flatMap((part) => part.blocks);
+      const blocks = content.sections.flatMap((part) => part.blocks);
+      for (const [i, block] of blocks.entries()) {
+        if (block.type !== "table" || JSON.stringify(block) === JSON.stringify(earlier[i])) continue;
+        swap(document.getElementById(`figure-${block.id}`), placed(block));
+      }
+      const charts = blocks.filter((block) => block.type === "chart");
+      await Promise.all(charts.map((block, i) => views[i].update(block)));
     }
-    return Promise.all(charts.map(async (block, i) => {
-      const one = views[i];
-      one.update(block);
-      await one.start();
-    }));
+    if (heard.length) document.getElementById("news").textContent = heard.join(" "); // for those who do not see the page
   }
 
-  async function follow(content) {
+  const GONE = "The server of this page does not answer; what is shown stays as it was. Start `fedloom watch` again.";
+
+  async function newest(tag) {
+    try {
+      const answer = await fetch(`model${location.search}`, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      if (answer.status === 304) return { problem: "" };
+      if (answer.status !== 200) return { problem: await answer.text() };
+      return { problem: "", tag: answer.headers.get("ETag") || "", content: unpacked(await answer.json()) };
+    } catch {
+      return { problem: GONE };
+    }
+  }
+
+  async function follow(before) {
     let tag = "";
     for (;;) {
-      await new Promise((done) => setTimeout(done, content.interval || 2000));
-      try {
-        const answer = await fetch(`model${location.search}`, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-        if (answer.status === 200) {
-          tag = answer.headers.get("ETag") || "";
-          await refresh(await answer.json());
-        }
-        document.documentElement.dataset.connected = "yes";
-      } catch {
-        document.documentElement.dataset.connected = "no"; // the server is gone; what is shown stays
+      await new Promise((done) => setTimeout(done, 2000));
+      const found = await newest(tag);
+      if (found.content) {
+        await refresh(found.content, before);
+        [tag, before] = [found.tag, found.content];
       }
+      const place = document.getElementById("connection");
+      if (place.textContent !== found.problem) place.textContent = found.problem;
     }
   }
 
-  const content = JSON.parse(document.getElementById("data").textContent);
+  const content = unpacked(JSON.parse(document.getElementById("data").textContent));
   build(content).then(() => { if (content.live) follow(content); });
 })();

@@ -28,7 +28,7 @@ SCRIPTS = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js", "vega-interpr
 DIGITS = 6
 """Significant digits of the numbers in a page."""
 
-SEARCHED = 2_000
+SEARCHED = 500
 """Clients whose names are offered to whoever looks for one."""
 
 Block = dict[str, Any]
@@ -81,7 +81,7 @@ class Page:
             "warnings": list(self.warnings),
             "refusal": self.refusal,
             "tiles": [vars(tile) for tile in self.tiles],
-            "sections": [vars(section) for section in self.sections],
+            "sections": [{**vars(one), "blocks": [_packed(block) for block in one.blocks]} for one in self.sections],
             "progress": self.progress,
             "footer": self.footer,
             "clients": list(self.clients[:SEARCHED]),
@@ -101,6 +101,18 @@ def chart_block(chart: Chart) -> Block:
         "data": {name: list(column) for name, column in chart.data.items()},
         "legend": max((len(name) for v in chart.variants().values() for name in legend_of(v)), default=0),
     }
+
+
+def _packed(block: Block) -> Block:
+    """The same with every text of a column once: ``names``, and for each row ``at`` which of them it has."""
+    return {**block, "data": {n: _texts(c) for n, c in block["data"].items()}} if block["type"] == "chart" else block
+
+
+def _texts(column: Sequence[Any]) -> Any:
+    names = {text: i for i, text in enumerate(dict.fromkeys(column))}
+    if 2 * len(names) > len(column) or not all(isinstance(text, str) for text in names):
+        return column
+    return {"names": list(names), "at": [names[text] for text in column]}
 
 
 def table_block(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> Block:

@@ -20,7 +20,10 @@ from fedloom.reports.paired import Paired, paired
 from fedloom.reports.statistics import Interval, over_seeds, worst_tenth
 from fedloom.reports.tables import Cells, as_csv, as_latex, as_markdown
 from fedloom.runs.directory import RunDirectory
+from fedloom.runs.records import panel
 
+BARS = 300
+"""Bars of a method, one for a client and seed."""
 DERIVED = ("engine", "device", "threads", "workers", "precision", "convolutions")
 """Options of the machine: a run's config has what was chosen for it, which is no other experiment."""
 
@@ -220,9 +223,11 @@ def winners(found: Several) -> Chart | None:
     if not pairs:
         return None
     data: dict[str, list[Any]] = {name: [] for name in ("rank", "client", "difference", "method", "seed", "who")}
+    everybody = 0
     for one in pairs:
         rows = [(float(d), c, s.seed) for s in one.seeds for c, d in zip(s.clients, s.differences)]
-        for rank, (difference, client, seed) in enumerate(sorted(rows), start=1):
+        everybody = max(everybody, len(rows))
+        for rank, (difference, client, seed) in panel(list(enumerate(sorted(rows), start=1)), BARS):
             who = "loses" if difference < 0 else "gains" if difference > 0 else "same"
             for column, entry in zip(data.values(), (rank, client, difference, one.method, seed, who)):
                 column.append(entry)
@@ -231,6 +236,8 @@ def winners(found: Several) -> Chart | None:
         f"{one.method}: {one.lose:.0%}, the worst by {_points(one.worst[1], found.share)}" for one in pairs
     )
     told = f"A bar for each client and seed. A gain of the mean can hide losers. Clients that lose: {losers}."
+    if everybody > BARS:
+        told += f" Of more than {BARS} bars some are shown, evenly."
     return Chart(
         "winners", f"Who gains and who loses against {found.baseline.label}", told, "bars", data,
         Axis("rank", "clients, from who loses most"),

@@ -25,10 +25,14 @@ from fedloom.reports.page import (
     text_block,
 )
 from fedloom.reports.statistics import wilson, worst_tenth
+from fedloom.runs.directory import ESTIMATES
 from fedloom.runs.options import RunOptions
 
 DIVERGED = 3.0
 """A loss of so many times the smallest one is a training that has come apart."""
+
+LISTED = 500
+"""Rows of a table of clients."""
 
 SOFTWARE = """@software{fedloom,
   title={fedloom: federated learning with a model of its own for every client},
@@ -214,11 +218,13 @@ def _decisions(facts: Facts) -> list[Block]:
     found = facts.estimates()
     if found is None:
         return []
-    rows = zip(*(found[name] for name in ("client", "samples", "labelled", "decision", "weight")))
+    rows = list(zip(*(found[name] for name in ("client", "samples", "labelled", "decision", "weight"))))
     note = (
         "corrected: the label shares that were found are used; shrunk: with caution, as if from fewer samples; plain: "
         "the scores fit no mixture of the federation's classes, and the plain predictor is kept."
     )
+    if len(rows) > LISTED:
+        note += f" Listed are {LISTED} of {len(rows):,} newcomers, the first ones; {ESTIMATES} has all."
     counts = Counter(found["decision"])
     told = ", ".join(f"{number} {name}" for name, number in counts.most_common())
     return [
@@ -226,7 +232,7 @@ def _decisions(facts: Facts) -> list[Block]:
             "decisions",
             f"What newcomers decided: {told}",
             ["client", "samples", "labelled", "decision", "weight"],
-            rows,
+            rows[:LISTED],
             note,
         )
     ]
@@ -238,7 +244,7 @@ def _dropped(facts: Facts) -> list[Block]:
         return []
     counts = Counter((one["client"], one.get("program", ""), one["reason"]) for one in dropped)
     last = {(one["client"], one.get("program", ""), one["reason"]): one["round"] for one in dropped}
-    rows = [(*key, number, last[key]) for key, number in counts.most_common(500)]
+    rows = [(*key, number, last[key]) for key, number in counts.most_common(LISTED)]
     return [
         table_block(
             "dropped", "Replies that were not used", ["client", "program", "reason", "times", "last round"], rows

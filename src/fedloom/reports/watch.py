@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,13 +20,22 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, RunError
 from fedloom.reports import live
 from fedloom.reports.compare import find_runs
 from fedloom.reports.follow import Follower
 from fedloom.reports.page import embedded, html
 
 HOST = "127.0.0.1"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is nobody's fault; all else is shown."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Watch:
@@ -36,12 +46,11 @@ class Watch:
         self._token = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         try:
-            self._server = ThreadingHTTPServer((HOST, port), type("Handler", (_Handler,), {"watch": self}))
+            self._server = _Server((HOST, port), type("Handler", (_Handler,), {"watch": self}))
         except OSError as error:
             raise ConfigError(
                 f"Cannot listen on port {port}: {error.strerror or error}; give another --port."
             ) from error
-        self._server.daemon_threads = True
 
     @property
     def port(self) -> int:
@@ -103,13 +112,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self.watch.knows(tokens[0]):
             self._refuse(HTTPStatus.FORBIDDEN, "open the address that `fedloom watch` printed, with its token")
         elif asked.path == "/":
-            self._answer(self.watch.page(), "text/html; charset=utf-8")
+            self._answer(self.watch.page, "text/html; charset=utf-8")
         elif asked.path == "/model":
-            self._answer(self.watch.model(), "application/json")
+            self._answer(self.watch.model, "application/json")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
-    def _answer(self, content: bytes, kind: str) -> None:
+    def _answer(self, made: Callable[[], bytes], kind: str) -> None:
+        try:
+            content = made()
+        except RunError as error:  # the records were damaged or removed; they may come back
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error).rstrip("."))
+            return
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         if self.headers.get("If-None-Match") == tag:
             self.send_response(HTTPStatus.NOT_MODIFIED)
