@@ -34,9 +34,21 @@ def test_a_recipe_is_run_and_put_on_the_board(cli: Cli, tmp_path: Path) -> None:
     assert board.out.splitlines()[0] == "|  | digits |" and "| best of the papers | 10.5 |" in board.out
 
 
+def test_a_row_that_failed_is_told_every_time(cli: Cli, tmp_path: Path) -> None:
+    rows = "  - {name: two, method: fedavg, options: {model: 'mlp,mlp:hidden=3'}}\n"
+    (tmp_path / "small.yaml").write_text(RECIPE + rows)
+    for _ in range(2):
+        found = cli("table", "small.yaml", "--device", "cpu")
+        assert found.code == 1 and "| Local |" in found.out
+        assert "two has no number: fedavg needs one architecture" in found.err.lower()
+
+
 def test_what_cannot_be_is_one_sentence(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(RECIPE)
     assert "Unknown row 'Locla'; did you mean 'Local'?" in refused("table", "small.yaml", "--only", "Locla")
     assert "Cannot read the recipe none.yaml" in refused("table", "none.yaml")
+    assert "--device gpu is not available" in refused("table", "small.yaml", "--device", "gpu")
+    assert not (tmp_path / "runs").exists()
     assert "is no file of results" in refused("board", "small.yaml")
+    assert "Cannot read none.json: No such file or directory" in refused("board", "none.json")
     assert "run it with `fedloom table small.yaml`" in refused("run", "--config", "small.yaml")

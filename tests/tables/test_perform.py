@@ -121,6 +121,13 @@ def test_results_of_other_lengths_do_not_mix(tmp_path: Path) -> None:
         performed(recipe, tmp_path, [], seeds=[0])
 
 
+def test_results_of_other_options_do_not_mix(tmp_path: Path) -> None:
+    recipe = replace(tiny(), rows=tiny().rows[:1])
+    performed(recipe, tmp_path, [], seeds=[0])
+    with pytest.raises(RunError, match=r"seed0 was trained with other options than recipes/tiny\.yaml says now"):
+        performed(replace(recipe, options={**recipe.options, "local_steps": 4}), tmp_path, [], seeds=[0])
+
+
 def test_a_run_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
     recipe, told = replace(tiny(), rows=tiny().rows[:1]), []
     performed(recipe, tmp_path, told, seeds=[0])

@@ -14,7 +14,7 @@ from fedloom.cli.output import tell
 def table(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. one of the files in recipes/.")],
     only: Annotated[list[str] | None, typer.Option(metavar="ROW", help="This row, by name; may be repeated.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(metavar="N", help="This seed; may be repeated.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, metavar="N", help="This seed; may be repeated.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rounds of the first row; the others in proportion.")
     ] = None,
@@ -56,8 +56,14 @@ def table(
     except KeyboardInterrupt:
         tell(f"stopped; what was measured is in {folder}. The same command goes on.")
         raise typer.Exit(130) from None
-    typer.echo(f"{found.title}\n{found.source}\n\n{markdown(measured.cells(only or ()))}\n\n{found.note}")
+    typer.echo(
+        "\n\n".join(filter(None, [f"{found.title}\n{found.source}", markdown(measured.cells(only or ())), found.note]))
+    )
     typer.echo(str(folder / RESULTS))
+    if failed := [(row.name, why) for row in performance.wanted if (why := measured.failure(row.name))]:
+        for name, why in failed:
+            tell(f"{name} has no number: {why}")
+        raise typer.Exit(1)
 
 
 def board(

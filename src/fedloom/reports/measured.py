@@ -99,7 +99,11 @@ class Measured:
     def read(cls, path: Path) -> Measured:
         """The results at ``path``."""
         try:
-            content = from_json(read_file(path))
+            data = read_file(path)
+        except OSError as error:
+            raise RunError(f"Cannot read {path}: {error.strerror}; give a file that `fedloom table` wrote.") from error
+        try:
+            content = from_json(data)
             if content.pop("format", None) != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             content["rows"] = [Line(**row) for row in content["rows"]]
@@ -109,7 +113,7 @@ class Measured:
                 raise ValueError(f"it has {', '.join(map(repr, content))}")
             for run in (*found.runs, *found.means):
                 assert isinstance(run["row"], str) and isinstance(run["chosen"], dict)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise RunError(
                 f"{path} is no file of results ({type(error).__name__}: {error}); give one that `fedloom table` wrote."
             ) from error
@@ -154,6 +158,11 @@ class Measured:
                 (mean, std), seeds = one["metrics"][column], one["seeds"]
                 return Cell(interval(mean, std, seeds), seeds, one["chosen"])
         return None
+
+    def failure(self, row: str) -> str | None:
+        """Why a row that was run has no number; None if it has one, or was not run."""
+        runs = [run for run in self.runs if run["row"] == row]
+        return None if any("metrics" in run for run in runs) else next((str(run["failed"]) for run in runs), None)
 
     def of(self, row: str) -> list[Made]:
         """What a row was made with."""

@@ -33,6 +33,7 @@ from fedloom.reports.measured import Line, Made, Measured, markdown
 from fedloom.runs.files import from_json, read_file, to_json, write_file, writing
 from fedloom.runs.lock import locked
 from fedloom.tables.recipe import COLUMNS, Recipe, Row
+from fedloom.training.machine import device_of
 
 MEASURED, RUNS, RESULTS, TABLE = "measured.json", "runs", "results.json", "table.md"
 PAUSE = 1.0
@@ -71,6 +72,7 @@ class Performance:
         data_root: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
+        device_of(device)  # before a run fails for it, which would be written down
         self.recipe, self.file, self.out, self.say = recipe, file, out, say
         self.seeds, self.rounds, self.device, self.data_root = tuple(seeds or recipe.seeds), rounds, device, data_root
         self.wanted = [recipe.row(name) for name in only] or list(recipe.rows)
@@ -128,9 +130,21 @@ class Performance:
         there = {run["row"] for run in self._runs_of(task)}
         return [view for view in task.views if view.name not in there]
 
+    def _options(self, task: Task) -> dict[str, Any]:
+        """What a task is trained with, as it is read from a file."""
+        options = {**self.recipe.settings(task.row, self.rounds), **task.chosen}
+        return from_json(to_json({"method": task.row.method, **options}))
+
     def _runs_of(self, task: Task) -> list[dict[str, Any]]:
         path = self.out / RUNS / task.name / MEASURED
-        return list(from_json(read_file(path))["runs"]) if path.exists() else []
+        if not path.exists():
+            return []
+        found = from_json(read_file(path))
+        if found.get("options") != self._options(task):
+            raise RunError(
+                f"{path.parent} was trained with other options than {self.file} says now; give another --out."
+            )
+        return list(found["runs"])
 
     def _take(self, task: Task) -> bool:
         """Do a task, unless another process has it; whether it was done."""
@@ -179,7 +193,7 @@ class Performance:
             self.say(f"{row.name} {dict(task.chosen) or ''} seed {task.seed} failed: {error}")
         finally:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
-        write_file(folder / MEASURED, to_json({"runs": done}))
+        write_file(folder / MEASURED, to_json({"options": self._options(task), "runs": done}))
 
     def collect(self) -> Measured:
         """All that was measured in the folder, also written there as one file."""
@@ -220,7 +234,8 @@ def _made(run: fedloom.Run | None, device: str = "") -> dict[str, str]:
     environment = (run.directory.environment() if run else None) or {}
     hardware = str(environment.get("device", device))
     if hardware == "cpu":
-        hardware = f"CPU, {torch.get_num_threads()} threads of {environment.get('cpus')} cores"
+        threads = torch.get_num_threads()
+        hardware = f"CPU, {threads} thread{'s' * (threads > 1)} of {environment.get('cpus')} cores"
     return {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "hardware": hardware,
             "torch": torch.__version__}  # fmt: skip
 
