@@ -149,7 +149,7 @@ def test_the_card_has_intervals_and_limits(made) -> None:
 
 def test_a_private_descriptor_is_named_with_its_epsilon(made) -> None:
     _, path = made("it_pfl_hn", finetune_after=1, descriptor_epsilon=2.0)
-    assert any("(2, 0.01)-differentially private" in sentence for sentence in Bundle(path).card["privacy"])
+    assert any("descriptor: epsilon 2 at delta 0.01" in sentence for sentence in Bundle(path).card["privacy"])
 
 
 def test_a_network_of_ones_own_needs_trust(made, tmp_path: Path) -> None:

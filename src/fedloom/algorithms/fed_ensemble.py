@@ -173,6 +173,7 @@ ALGORITHM = replace(
     init=init,
     send=send,
     round=round,
+    means=(),
     predict=predict,
     module=partial(PredictorModule.of, predict),
     programs=programs,

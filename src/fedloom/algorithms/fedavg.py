@@ -107,6 +107,7 @@ ALGORITHM = Algorithm(
     init=init,
     send=send,
     round=round,
+    means=("delta",),
     averaged=("params", "buffers"),
     admit=admit,
     admit_labels=False,

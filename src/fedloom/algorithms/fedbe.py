@@ -153,6 +153,7 @@ ALGORITHM = replace(
     citation=CITATION,
     config=Config,
     round=round,
+    means=(),
     cohort=10,  # the authors' code: all of 10 clients
     needs=Needs(same_model=True, class_labels=True, server_data="unlabelled"),
 )

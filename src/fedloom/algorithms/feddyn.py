@@ -135,6 +135,7 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    means=(),
     first_memory=first_memory,
     programs=programs,
 )

@@ -261,6 +261,7 @@ ALGORITHM = replace(
     init=init,
     send=send,
     round=round,
+    means=(),
     averaged=("common", "gate", "experts"),
     client_deploy=client_deploy,
     predict=predict,

@@ -108,6 +108,7 @@ ALGORITHM = replace(
     citation=CITATION,
     config=Config,
     round=round,
+    means=(),
     cohort=20,  # the authors' code: all of 20 clients
     needs=Needs(same_model=True, server_data="labelled"),
 )

@@ -121,5 +121,6 @@ ALGORITHM = replace(
     citation=CITATION,
     config=Config,
     round=round,
+    means=(),
     programs=programs,
 )

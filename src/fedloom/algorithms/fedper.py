@@ -72,6 +72,7 @@ ALGORITHM = Algorithm(
     init=init,
     send=send,
     round=round,
+    means=("delta",),
     averaged=("body",),
     first_memory=first_memory,
     cohort=5,  # pFedHN, App. B: baselines aggregate over 5 clients

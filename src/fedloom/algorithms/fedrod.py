@@ -180,6 +180,7 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    means=(),
     handover=Handover(newcomers=partial(without_rows, ("counted",))),
     first_memory=first_memory,
     predict=predict,

@@ -166,6 +166,7 @@ ALGORITHM = replace(
     config=Config,
     init=init,
     round=round,
+    means=(),
     first_memory=first_memory,
     client_deploy=client_deploy,
     predict=predict,

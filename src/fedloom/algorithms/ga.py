@@ -184,6 +184,7 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    means=(),
     handover=Handover(newcomers=partial(without_rows, ("weights",))),
     programs=programs,
     cohort=100,  # the paper: all clients take part

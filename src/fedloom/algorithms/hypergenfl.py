@@ -244,6 +244,7 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    means=(),
     averaged=("params", "buffers"),
     handover=Handover(for_newcomers, for_newcomers),
     embeddings=embeddings_of,

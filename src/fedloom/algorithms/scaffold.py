@@ -170,6 +170,7 @@ ALGORITHM = replace(
     init=init,
     send=send,
     round=round,
+    means=(),
     averaged=("params",),
     first_memory=first_memory,
     programs=programs,

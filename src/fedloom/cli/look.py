@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands to look at runs: report, watch."""
+"""Commands to look at runs: report, watch, privacy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.output import tell
+from fedloom.cli.output import json_line, table, tell
 from fedloom.core.errors import ConfigError
 
 RunPaths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")]
@@ -77,3 +77,32 @@ def watch(
             served.serve()
         except KeyboardInterrupt:
             tell("stopped; the runs go on.")
+
+
+def privacy(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    delta: Annotated[
+        float | None, typer.Option(min=0, max=0.1, metavar="DELTA", help="Another delta than the run's --dp-delta.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Say what a run guarantees its clients: what it has made public, with which epsilon, and what is not covered.
+
+    Example: fedloom privacy runs/fedavg-digits-seed0
+    """
+    from fedloom.reports.privacy import statement
+    from fedloom.runs.directory import PRIVACY, RunDirectory
+
+    directory = RunDirectory.open(run)
+    found = statement(directory.config, directory.lines(PRIVACY), delta)
+    if json:
+        json_line({**found._asdict(), "releases": [kind._asdict() for kind in found.releases]})
+        return
+    if found.releases:
+        rows = [(kind.what, kind.times, kind.noise, kind.drawn) for kind in found.releases]
+        table(["made public", "times", "noise", "clients drawn"], rows)
+    for title, sentences in (("Covered", found.covered), ("Not covered", found.not_covered)):
+        if sentences:
+            typer.echo(f"{title}:")
+        for sentence in sentences:
+            typer.echo(f"- {sentence}")

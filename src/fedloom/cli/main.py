@@ -82,7 +82,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     commands: tuple[Callable[..., None], ...] = (
         *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
         *(serving.bundle, serving.serve, serving.token, serving.join),
-        *(look.report, look.watch),
+        *(look.report, look.watch, look.privacy),
         *(tables.table, tables.board),
         *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
     )

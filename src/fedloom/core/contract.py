@@ -236,6 +236,8 @@ class Cohort(NamedTuple):
 
     round: int
     clients: tuple[ClientId, ...]
+    size: float = 0
+    """How many a round has on average, where each client is drawn by itself; 0: as many as these."""
 
 
 class Sent(NamedTuple):
@@ -541,6 +543,9 @@ class Algorithm(Structural):
     """The checkpoint that newcomers are served from; last where later rounds are for them and leave participants be."""
     global_model: Callable[[Setup[Any], Any], tuple[Model, Params]] | None = None
     """A network besides the clients' own, with its parameters; clients keep its statistics as ``global_buffers``."""
+    means: tuple[str, ...] = ()
+    """The branches of replies of which the server uses the weighted mean over clients and nothing else; empty: it needs
+    single replies. Such a method asks once a round (``--dp-noise``)."""
     averaged: tuple[str, ...] = ()
     """The fields of the state that can be averaged over rounds (``--average``): a global model, a loom."""
     settle: Callable[[Setup[Any], Any, Ask], Any] | None = None

@@ -45,6 +45,11 @@ def stream(*name: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed_of(*name)))
 
 
+def secret_stream() -> np.random.Generator:
+    """A host stream that follows from nothing: for what nobody may guess, not even who knows the seed."""
+    return np.random.default_rng()
+
+
 def key(*name: int | str) -> Tensor:
     """A key for draws inside a client program: a 0-d int64 tensor."""
     return torch.tensor(seed_of(*name), dtype=torch.int64)

@@ -264,6 +264,7 @@ class Deployment(Trainer):
     """A federation of machines in training."""
 
     saves_every_round = True
+    secret = True
 
     def __init__(self, settings: Settings, lobby: Lobby, greetings: Sequence[Greeting]) -> None:
         self.settings, self.lobby, self.deploy = settings, lobby, settings.deploy
@@ -289,7 +290,7 @@ class Deployment(Trainer):
     def _server(self, federation: Federation) -> Server:
         """A server for these clients, before any round."""
         method, options, config, deploy = self.settings
-        algorithm, known = algorithm_of(method, options), self.known
+        algorithm, known = algorithm_of(method, options, secret=True), self.known
         clients = len(federation.participants)
         options = replace(
             options,

@@ -140,7 +140,7 @@ class AbstractEngine(abc.ABC):
 
 
 class Session:
-    """One stage of a run. ``memory`` is what clients remember so far, ``stats`` what happened."""
+    """One stage of a run. ``memory`` is what clients remember so far, ``stats`` what happened, ``asks`` how often."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Session:
         self.stats = Stats()
         self.checks: list[Tensor] = []
         """Of a trusting session: () bool each, whether replies were finite, for the caller to read later."""
-        self._rounds_left, self._trusting, self._secret_noise, self._asks = rounds_left, trusting, secret_noise, asks
+        self._rounds_left, self._trusting, self._secret_noise, self.asks = rounds_left, trusting, secret_noise, asks
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
@@ -165,7 +165,7 @@ class Session:
         wrong = faults(shared, "shared") + [f for _, tree in mine.groups for f in faults(tree, "mine")]
         if wrong:
             raise TypeError(f"{program.name} sends something that is not a tree of tensors: {'; '.join(wrong[:3])}")
-        self._asks += 1
+        self.asks += 1
         start = time.perf_counter()
         stats = self.stats
         stats.first_ask = stats.first_ask or start
@@ -190,7 +190,7 @@ class Session:
         memories = {client: self.recall(client) for client in clients}
         return Job(
             program, tuple(clients), shared, mine, memories, self.federation, self.engine.config,
-            Moment(self.engine.seed, self.stage, self._asks), self._rounds_left, self._secret_noise,
+            Moment(self.engine.seed, self.stage, self.asks), self._rounds_left, self._secret_noise,
         )  # fmt: skip
 
     def recall(self, client: ClientId) -> Tree:

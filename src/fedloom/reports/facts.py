@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedloom.core.errors import RunError
 from fedloom.reports.about import About, about
-from fedloom.runs.directory import APPENDED, EMBEDDINGS, ESTIMATES, METRICS, SCORES, RunDirectory
+from fedloom.runs.directory import APPENDED, EMBEDDINGS, ESTIMATES, METRICS, PRIVACY, SCORES, RunDirectory
 from fedloom.runs.records import ADMISSION, MIX
 from fedloom.runs.roster import Member, Roster
 
@@ -61,6 +61,8 @@ class Facts:
     """Of each of the files to which lines are added."""
     extras: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What was found out of it later, by name: mixed models, an admission round by round."""
+    released: Sequence[Mapping[str, Any]] = ()
+    """What a private run has made public."""
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Facts:
@@ -74,7 +76,7 @@ class Facts:
         roster = directory.roster() if directory.has_roster() else None
         extras = {name: found for name in (MIX, ADMISSION) if (found := directory.extra(name))}
         given = directory.environment() or {}, directory.summary() or {}
-        return cls(directory.path, directory.config, roster, *given, lines, extras)
+        return cls(directory.path, directory.config, roster, *given, lines, extras, directory.lines(PRIVACY))
 
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:

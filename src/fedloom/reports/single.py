@@ -24,6 +24,7 @@ from fedloom.reports.page import (
     table_block,
     text_block,
 )
+from fedloom.reports.privacy import statement
 from fedloom.reports.statistics import wilson, worst_tenth
 from fedloom.runs.directory import ESTIMATES
 from fedloom.runs.options import RunOptions
@@ -280,15 +281,7 @@ def _left(facts: Facts) -> list[Block]:
                 note,
             )
         )
-    adapted = facts.config.get("adapt", "none") == "prior"
-    private = [n for n in ("laplace_noise", "descriptor_epsilon", "adapt_noise") if facts.config.get(n)]
-    said = "No noise was added: what is listed here left the clients as it is."
-    if private:
-        said = f"Noise was added: {', '.join(f'{n} {facts.config[n]}' for n in private)}."
-    more = (
-        ["With --adapt prior participants also told their label counts, when the state was settled."] if adapted else []
-    )
-    blocks.append(text_block(said, *more))
+    blocks.append(text_block(*statement(facts.config, facts.released).sentences))
     return blocks
 
 

@@ -9,6 +9,7 @@
       scores.jsonl         one JSON object per line and evaluation: every client's score
       embeddings.jsonl     likewise, for methods with embeddings: what each client's model is woven from
       estimates.jsonl      likewise, for adapted methods: what unseen clients found out of their label shares
+      privacy.jsonl        likewise, for private runs: what was made public, never shortened
       checkpoints/round-000012/{state.safetensors, memory.safetensors, meta.json}
       summary.json         written at the end, or when interrupted; gone while a run is resumed
       lock                 held while a process works on it
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 CONFIG, ROSTER, ENVIRONMENT = "config.yaml", "roster.json", "environment.json"
 METRICS, SCORES, SUMMARY = "metrics.jsonl", "scores.jsonl", "summary.json"
 EMBEDDINGS, ESTIMATES = "embeddings.jsonl", "estimates.jsonl"
+PRIVACY = "privacy.jsonl"
 APPENDED = (METRICS, SCORES, EMBEDDINGS, ESTIMATES)
 """Files to which a line is added at a time."""
 MAY_CHANGE = ("rounds", "keep", "tracker")
@@ -151,7 +153,7 @@ class RunDirectory:
             with files.writing(self.path):
                 files.sweep(self.path)
                 files.sweep(self._checkpoints)
-                for name in APPENDED:
+                for name in (*APPENDED, PRIVACY):
                     files.cut_torn_line(self.path / name)
             yield
 
@@ -208,6 +210,7 @@ class RunDirectory:
         contents, facts = pack(state, memory)
         best_round = round if best else self.best_round()
         own = {"round": round, "best": best_round, "method": self.config.get("method"), **facts}
+        own["released"] = len(self.lines(PRIVACY))
         own["digests"] = {**self.digests(), **meta.get("digests", {})}
         files.sync_file(self._metrics)  # so that no checkpoint outlives the records that lead to it
         files.write_folder(self._folder(round), {**contents, META: files.to_json({**meta, **own}, indent=1)})

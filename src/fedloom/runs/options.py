@@ -62,6 +62,25 @@ class RunOptions:
     )
     adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
     adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
+    sampling: Literal["fixed", "poisson"] = option(
+        "fixed",
+        "Rounds of a fixed number of clients; or each client is drawn by itself, which --dp-noise hides much better.",
+    )
+    dp_clip: float = option(0.0, "With --dp-noise: the largest norm of what a client changes in a round.", low=0)
+    dp_noise: float = option(
+        0.0,
+        "Differential privacy for clients: Gaussian noise on the sum of a round's changes, in units of --dp-clip; "
+        "0: none.",
+        low=0,
+    )
+    dp_quantile: float = option(
+        0.0,
+        "The bound follows this quantile of the norms of changes, from --dp-clip on, e.g. 0.5; 0: it stays.",
+        low=0,
+        high=0.99,
+    )
+    dp_delta: float = option(1e-5, "Delta, for which epsilon is worked out; far below 1 / clients.", above=0, high=0.1)
+    max_epsilon: float = option(0.0, "Stop before the round that would exceed this epsilon; 0: no limit.", low=0)
     rounds: int = option(100, "Rounds of training.", low=0)
     cohort: float = option(
         0, "Clients asked in a round: a count, or a share of those that take part; 0: as many as in the paper.", low=0
@@ -103,6 +122,18 @@ class RunOptions:
             )
         if self.adapt_noise and not self.adapt_clip:
             raise ConfigError("--adapt-noise needs --adapt-clip: noise protects only what is bounded. Give both.")
+        if bool(self.dp_noise) != bool(self.dp_clip):
+            raise ConfigError(
+                "--dp-noise and --dp-clip go together: noise hides only what is bounded, and a bound alone hides "
+                "nothing. Give both."
+            )
+        for name in ("dp_quantile", "max_epsilon"):
+            if getattr(self, name) and not self.dp_noise:
+                raise ConfigError(
+                    f"{flag(name)} is about --dp-noise, which is not given. Give --dp-noise and --dp-clip."
+                )
+        if self.sampling == "poisson" and not self.dp_noise:
+            raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")
         for name in ("unseen_partition", "unseen_shift", "unseen_model"):
             if getattr(self, name) and not (self.unseen or self.unseen_groups):
                 raise ConfigError(

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.core.contract import Algorithm
-from fedloom.runs.directory import RunDirectory
+from fedloom.reports.privacy import statement
+from fedloom.runs.directory import PRIVACY, RunDirectory
 from fedloom.training.server import Server
 
 LEVEL = 0.95
@@ -34,7 +34,7 @@ def card_of(server: Server, directory: RunDirectory, joins: str | None) -> dict[
         "metrics": _metrics(server, directory),
         "newcomers": joins,
         "limits": _limits(server, joins),
-        "privacy": _privacy(algorithm, server),
+        "privacy": _privacy(directory, server),
     }
 
 
@@ -111,28 +111,15 @@ def _limits(server: Server, joins: str | None) -> list[str]:
     return limits
 
 
-def _privacy(algorithm: Algorithm, server: Server) -> list[str]:
+def _privacy(directory: RunDirectory, server: Server) -> list[str]:
     """What was protected, in words, and what was not."""
-    options, config = server.options, server.config
+    options = server.options
     told = [
         "The bundle has no samples, no labels and no memory of any client. Parameters were trained on participants' "
         "data, and can tell something of them.",
     ]
-    if algorithm.base:
-        told.append(
-            f"Calibration: what each participant told was bounded by {options.adapt_clip:g} and had Gaussian noise of "
-            f"{options.adapt_noise:g} times that; fedloom does not add up what several such answers cost."
-            if options.adapt_clip
-            else "Calibration: sums over participants' label shares and validation scores, without noise."
-        )
-    if getattr(config, "private", False):
-        told.append(
-            f"A newcomer's descriptor is ({config.descriptor_epsilon:g}, {config.descriptor_delta:g})-differentially "
-            "private with respect to one of its samples, for one release."
-        )
-    if algorithm.family == "loom" and not getattr(config, "private", False):
-        told.append("Training was not differentially private.")
-    return told
+    kept = statement(directory.config | {"adapt": options.adapt}, directory.lines(PRIVACY))
+    return [*told, *kept.covered, *(sentence for sentence in kept.not_covered if "run directory" not in sentence)]
 
 
 def as_markdown(card: Mapping[str, Any], digest: str) -> str:

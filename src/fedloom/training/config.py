@@ -15,6 +15,7 @@ from fedloom.adaptation.tune import with_tuning
 from fedloom.core.config import build
 from fedloom.core.contract import Algorithm
 from fedloom.core.errors import unknown
+from fedloom.privacy.client_level import ClientPrivacy, with_client_privacy
 from fedloom.runs.options import RunOptions
 
 
@@ -35,10 +36,22 @@ def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]
     return {"method": method, **asdict(options), **asdict(config)}
 
 
-def algorithm_of(method: str, options: RunOptions) -> Algorithm:
-    """The method, averaged and adapted as the options say."""
+def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> Algorithm:
+    """The method, averaged, made private and adapted as the options say.
+
+    ``secret``: the server's noise comes from the operating system.
+    """
     found = algorithms.get(method)
     if options.average:
         found = with_average(found, options.average)
+    if how := client_privacy(options, secret):
+        found = with_client_privacy(found, how)
     wrapper = {"prior": with_prior, "tune": with_tuning}.get(options.adapt)
     return wrapper(found, Privacy(options.adapt_clip, options.adapt_noise)) if wrapper else found
+
+
+def client_privacy(options: RunOptions, secret: bool = False) -> ClientPrivacy | None:
+    """How clients are hidden, if they are."""
+    if not options.dp_noise:
+        return None
+    return ClientPrivacy(options.dp_clip, options.dp_noise, options.dp_quantile, secret)

@@ -18,6 +18,7 @@ from fedloom.progress import Display, Headline
 from fedloom.runs.directory import EMBEDDINGS, ESTIMATES, SCORES, RunDirectory
 from fedloom.runs.records import embeddings_line, scores_line
 from fedloom.runs.trackers import tracker
+from fedloom.training.account import Account
 from fedloom.training.trainer import Evaluation, Trainer, estimates_line
 
 SAVE_SECONDS = 60.0
@@ -27,6 +28,8 @@ SAVE_SECONDS = 60.0
 def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
     """Train to the last round. If it is interrupted or a round fails, the last whole round is saved."""
     server, options = trainer.server, trainer.server.options
+    account = Account(trainer, directory)
+    last = trainer.last_round = account.last_round()
     best, is_best = best_of(directory), False
     done = trainer.mark(), is_best  # the last round whose record is written
     follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
@@ -34,11 +37,13 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
     with taken_as_one(), follow as log, shown as screen:
         try:
             screen.begin(headline(trainer))
-            while server.round < options.rounds:
+            while server.round < last:
                 record, is_best = trainer.train_round(), False
+                account.trained()
                 evaluated = trainer.is_evaluated(server.round)
                 if evaluated:
                     _evaluate(trainer, directory, record)
+                    account.settled(trainer.asked_to_settle)
                     is_best = better(record["metrics"], server.setup.task, best)
                     if is_best:
                         best = {"round": server.round, **record["metrics"]}
@@ -176,6 +181,8 @@ def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[
     }
     if not finished:
         return summary
+    if server.round < options.rounds:
+        summary["stopped"] = f"--max-epsilon {options.max_epsilon:g} allows {server.round} rounds of {options.rounds}"
     if not records or "metrics" not in records[-1]:  # a run of no rounds
         found = trainer.evaluation()
         write(directory, trainer, found, end=True)

@@ -71,7 +71,8 @@ def run_round(
     left = server.options.rounds - start.round
     session = engine.session(number, start.memory, rounds_left=left, trusting=trusting)
     since = time.perf_counter()
-    state, diagnostics = server.algorithm.round(setup, start.state, Cohort(number, cohort), session.ask)
+    size = float(server.options.cohort) if server.options.sampling == "poisson" else 0.0
+    state, diagnostics = server.algorithm.round(setup, start.state, Cohort(number, cohort, size), session.ask)
     changed = dict(enumerate(_changed(start.state._asdict(), state._asdict())))
     finite = setup.replay("finite state", partial(_finite, setup.device), changed)
     if not trusting and not bool(finite):
@@ -82,9 +83,9 @@ def run_round(
         )
     stats = session.stats
     seconds = {
-        "generate": stats.first_ask - since,
+        "generate": (stats.first_ask or since) - since,
         "local_training": stats.asking,
-        "server_step": time.perf_counter() - stats.last_answer,
+        "server_step": time.perf_counter() - (stats.last_answer or since),
     }
     checks = [finite, *session.checks]
     reading = Reading([*checks, *(n for n in diagnostics.values() if isinstance(n, Tensor))])

@@ -19,15 +19,17 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Ask, Home, Program, Sent, Woven, predict_with_target
 from fedloom.core.errors import ConfigError, NeedsError, RoundError
 from fedloom.core.memory import is_full, why_full
-from fedloom.core.random import stream
+from fedloom.core.random import secret_stream, stream
 from fedloom.core.trees import ClientId, PerClient, Tree, flatten
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.job import Dropped
 from fedloom.engines.memories import Memories
 from fedloom.metrics.handed_on import evaluate_handed_on
 from fedloom.metrics.summary import Group, summarise
+from fedloom.privacy.client_level import noise_on_replies
 from fedloom.programs.evaluation import EVALUATION, GLOBAL, MIXED, PLAIN, Score, evaluate, with_network
 from fedloom.runs.records import FEW, panel, short
+from fedloom.training.config import client_privacy
 from fedloom.training.rounds import LookAhead, PendingRound, run_round
 from fedloom.training.server import Mark, Server
 
@@ -107,6 +109,9 @@ class Trainer:
     tries_newcomers = False
     """Unseen clients are tried at each evaluation, not only at the end."""
 
+    secret = False
+    """Noise for privacy, and who is drawn where that is part of it, come from the operating system, not the seed."""
+
     roster_is_new = False
     """Clients have come since the roster was written down."""
 
@@ -114,12 +119,18 @@ class Trainer:
         self, server: Server, engine: AbstractEngine, engine_reason: str, *, looks_ahead: bool = False
     ) -> None:
         self.server, self.engine, self.engine_reason = server, engine, engine_reason
+        if how := client_privacy(server.options):
+            noise_on_replies(how, server.options.cohort)  # refuses cohorts that are too small for it
         self.notes: Sequence[str] = ()
         """What users should know of the federation."""
         self._ahead = LookAhead(self) if looks_ahead else None
         self._noted: dict[int, list[str]] = {}
         """What the engine noted in rounds that have no record yet: it says it once, though a round is given up."""
         self._dropped: list[Dropped] = []
+        self.last_round = server.options.rounds
+        """After which training ends."""
+        self.asked_to_settle = 0
+        """How often clients were asked in the last settling."""
         self._read = 0.0  # when the last round's numbers were there (``time.perf_counter``)
 
     @property
@@ -144,7 +155,7 @@ class Trainer:
 
     def is_evaluated(self, round: int) -> bool:
         """Whether an evaluation follows on that round."""
-        return round % self.eval_every == 0 or round >= self.server.options.rounds
+        return round % self.eval_every == 0 or round >= self.last_round
 
     def train_round(self) -> dict[str, Any]:
         """One round; its record. Nothing has changed if the round fails."""
@@ -182,7 +193,11 @@ class Trainer:
     def cohort(self, number: int) -> tuple[ClientId, ...]:
         """Who is asked in the round of that number."""
         options, present = self.server.options, self.present
-        draw = stream(options.seed, number, "cohort")
+        draw = secret_stream() if self.secret else stream(options.seed, number, "cohort")
+        if options.sampling == "poisson":
+            return tuple(
+                c for c, drawn in zip(present, draw.random(len(present)) * len(present)) if drawn < options.cohort
+            )
         rows = np.sort(draw.choice(len(present), min(int(options.cohort), len(present)), replace=False))
         return tuple(present[row] for row in rows)
 
@@ -193,6 +208,7 @@ class Trainer:
             self.server.settle(session)
         finally:
             self._dropped += session.stats.dropped
+            self.asked_to_settle = session.asks
 
     def evaluation(self) -> Evaluation:
         """The state, settled, on validation and test data of all participants, or of those that are drawn."""

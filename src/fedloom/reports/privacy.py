@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run guarantees its clients, in words and numbers: what is covered, and what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedloom.core.errors import NeedsError
+from fedloom.privacy.ledger import Release, epsilon, releases_of
+
+
+class Kind(NamedTuple):
+    """Releases that are alike."""
+
+    what: str
+    noise: float
+    drawn: str
+    times: int
+
+
+class Statement(NamedTuple):
+    """The guarantee of a run."""
+
+    epsilon: float | None
+    """For one client, of all that ``releases`` lists; None: there is no guarantee, or it cannot be worked out here."""
+    delta: float
+    releases: Sequence[Kind]
+    covered: Sequence[str]
+    not_covered: Sequence[str]
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of it."""
+        return [*self.covered, *self.not_covered]
+
+
+def statement(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], delta: float | None = None) -> Statement:
+    """What holds for a run with this config and these releases."""
+    releases = releases_of(lines)
+    delta = delta or float(config.get("dp_delta", 1e-5))
+    found, covered, why_not = None, _descriptors(config), []
+    if releases:
+        try:
+            found = epsilon(releases, delta)
+            covered = [_of_clients(config, releases, found, delta), *covered]
+        except NeedsError as error:
+            why_not = [str(error)]
+    return Statement(found, delta, _kinds(releases), covered, [*_open(config, releases), *why_not])
+
+
+def _kinds(releases: Sequence[Release]) -> list[Kind]:
+    found: Counter[tuple[str, float, str]] = Counter()
+    for one in releases:
+        share = f"{one.size:g} of {one.clients:,}"
+        each = " on average, each by itself" if one.sampling == "poisson" and one.size < one.clients else ""
+        found[one.what, one.noise, share + each] += one.times
+    return [Kind(*kind, times) for kind, times in found.items()]
+
+
+def _of_clients(config: Mapping[str, Any], releases: Sequence[Release], found: float, delta: float) -> str:
+    what = "The models of this run" if config.get("dp_noise") else "What participants told for the calibration"
+    sampled_fixed = any(one.sampling == "fixed" and one.size < one.clients for one in releases)
+    other = "its data were any others" if sampled_fixed else "it had taken no part"
+    return (
+        f"{what}: epsilon {found:.3g} at delta {delta:g} for each client. Whoever sees all of it can tell no better "
+        f"than that whether a client's data are in it, or {other}. What is computed from it is covered too."
+    )
+
+
+def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
+    """What the guarantee for clients does not cover."""
+    if not config.get("dp_noise"):
+        found = ["Training was not differentially private: nothing bounds what the models tell of a client."]
+    else:
+        found = [
+            "The records of the run are exact: scores, losses, who was asked. So is the choice of the best round by "
+            "them. Keep the run directory to yourself, or hand on its models alone (fedloom bundle).",
+            "What clients keep for themselves, such as layers of their own, is in the checkpoints of a simulation.",
+        ]
+    if any(one.draw == "seed" for one in releases):
+        found.append(
+            "This is a simulation, whose noise follows from its seed: it shows what a guarantee costs. Who knows the "
+            "seed can take the noise away."
+        )
+    if config.get("adapt", "none") != "none" and not config.get("adapt_noise"):
+        found.append(
+            "The calibration (--adapt) is exact: participants' label shares and validation scores went into it without "
+            "noise (--adapt-noise)."
+        )
+    if config.get("laplace_noise"):
+        found.append(
+            f"Laplace noise of scale {config['laplace_noise']:g} was added to changes that have no bound, so that no "
+            "epsilon can be named for it."
+        )
+    return found
+
+
+def _descriptors(config: Mapping[str, Any]) -> list[str]:
+    """Of newcomers to IT-PFL-HN."""
+    found = config.get("descriptor_epsilon")
+    if not found:
+        return []
+    return [
+        f"A newcomer's descriptor: epsilon {found:g} at delta {config['descriptor_delta']:g} for each of its samples, "
+        "for one admission; every further one adds as much."
+    ]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A private run: what it made public is written down, survives being killed, and ends it in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fedloom
+from fedloom.core.errors import ConfigError, NeedsError, RunError
+from fedloom.privacy.ledger import epsilon, releases_of
+from fedloom.reports.privacy import statement
+from fedloom.runs.directory import PRIVACY
+
+pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+OPTIONS = {
+    "dataset": "digits", "partition": "iid", "clients": 20, "cohort": 4, "local_steps": 1, "model": "mlp:hidden=4",
+    "eval_every": 2, "progress": "quiet", "sampling": "poisson", "dp_clip": 0.5, "dp_noise": 1.0,
+}  # fmt: skip
+
+
+def train(out, **more):
+    return fedloom.run("fedavg", out=out, **{**OPTIONS, "rounds": 4, **more})
+
+
+def released(run):
+    return run.directory.lines(PRIVACY)
+
+
+def test_every_round_is_a_release(tmp_path) -> None:
+    run = train(tmp_path / "run")
+    assert [(line["round"], line["size"], line["clients"]) for line in released(run)] == [
+        (r, 4, 20) for r in (1, 2, 3, 4)
+    ]
+    found = statement(run.directory.config, released(run))
+    assert found.epsilon == epsilon(releases_of(released(run)), 1e-5)
+    assert any("simulation" in sentence for sentence in found.not_covered)
+
+
+def test_a_resumed_run_has_the_ledger_and_the_bits_of_one_that_was_never_stopped(tmp_path) -> None:
+    straight = train(tmp_path / "straight", rounds=4)
+    train(tmp_path / "halves", rounds=2)
+    resumed = fedloom.resume(tmp_path / "halves", rounds=4)
+    assert released(resumed) == released(straight)
+    one, other = (run.model("0").state_dict() for run in (straight, resumed))
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_rounds_of_a_killed_run_count_though_it_goes_on_from_before_them(tmp_path) -> None:
+    run = train(tmp_path / "run", rounds=2)
+    # as if two more rounds had been made public, and the process had died before their checkpoint
+    for line in ({**released(run)[-1], "round": 3, "draw": "a"}, {**released(run)[-1], "round": 4, "draw": "a"}):
+        run.directory.append_to(PRIVACY, line)
+    resumed = fedloom.resume(run.path, rounds=4)
+    assert len(releases_of(released(resumed))) == 6
+
+
+def test_a_ledger_that_lost_lines_is_refused(tmp_path) -> None:
+    run = train(tmp_path / "run", rounds=2)
+    (run.path / PRIVACY).write_text("")
+    with pytest.raises(RunError, match=r"has 0 releases where round 2 counted 2"):
+        fedloom.resume(run.path, rounds=4)
+
+
+def test_training_stops_before_the_round_that_would_exceed_epsilon(tmp_path) -> None:
+    whole = train(tmp_path / "whole", rounds=6)
+    limit = epsilon(releases_of(released(whole))[:3], 1e-5)
+    run = train(tmp_path / "run", rounds=6, max_epsilon=limit * 1.0001)
+    assert run.summary["rounds"] == 3 and run.summary["finished"] and "--max-epsilon" in run.summary["stopped"]
+    assert "metrics" in run.directory.records()[-1], "the last round is evaluated"
+    # going on spends nothing
+    again = fedloom.resume(run.path)
+    assert again.summary["rounds"] == 3 and len(released(again)) == 3
+
+
+def test_a_limit_below_one_round_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="one round would have"):
+        train(tmp_path / "run", max_epsilon=0.001)
+
+
+def test_clients_are_drawn_one_by_one(tmp_path) -> None:
+    """Cohorts vary in size as a binomial does; a fixed size, or another rate, would not."""
+    run = train(tmp_path / "run", rounds=0)
+    trainer = run.simulation
+    cohorts = [trainer.cohort(number) for number in range(1, 801)]
+    sizes = np.array([len(cohort) for cohort in cohorts])
+    # 20 clients at 0.2: mean 4, variance 3.2
+    assert sizes.mean() == pytest.approx(4, abs=4 * np.sqrt(3.2 / 800))
+    assert sizes.var() == pytest.approx(3.2, rel=0.25)
+    counts = np.array([sum(client in cohort for cohort in cohorts) for client in trainer.present])
+    assert np.abs(counts - 160).max() < 4.5 * np.sqrt(800 * 0.2 * 0.8)
+    together = sum("0" in cohort and "1" in cohort for cohort in cohorts)
+    assert together == pytest.approx(800 * 0.04, abs=4.5 * np.sqrt(800 * 0.04))
+
+
+def test_calibration_with_noise_is_released_too(tmp_path) -> None:
+    run = train(tmp_path / "run", rounds=2, adapt="prior", adapt_clip=1.0, adapt_noise=4.0)
+    kinds = {line["what"]: line for line in released(run)}
+    assert kinds["settling"]["times"] > 3 and kinds["settling"]["size"] == 20
+    plain = epsilon([one for one in releases_of(released(run)) if one.what == "training"], 1e-5)
+    assert epsilon(releases_of(released(run)), 1e-5) > plain
+
+
+def test_options_that_protect_nothing_are_refused(tmp_path) -> None:
+    for wrong, sentence in (
+        ({"dp_noise": 0.0}, "go together"),
+        ({"dp_noise": 0.0, "dp_clip": 0.0}, "--sampling poisson is for --dp-noise"),
+        ({"dp_noise": 0.0, "dp_clip": 0.0, "sampling": "fixed", "max_epsilon": 1.0}, "about --dp-noise"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            train(tmp_path / "run", **wrong)
+    with pytest.raises(NeedsError, match="more than 10 clients in a round"):
+        train(tmp_path / "run", dp_quantile=0.5)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_average_and_own_layers_go_with_it(tmp_path) -> None:
+    run = train(tmp_path / "run", average=0.9)
+    assert len(released(run)) == 4 and run.model("0") is not None
+    own = fedloom.run("fedper", out=tmp_path / "own", **{**OPTIONS, "rounds": 2, "model": "mlp:hidden=4"})
+    assert len(released(own)) == 2
+
+
+def test_a_run_without_noise_says_so(tmp_path) -> None:
+    run = fedloom.run("fedavg", out=tmp_path / "run", dataset="digits", clients=4, rounds=1, local_steps=1,
+                      model="mlp:hidden=4", progress="quiet")  # fmt: skip
+    found = statement(run.directory.config, released(run))
+    assert found.epsilon is None and "not differentially private" in found.not_covered[0]
