@@ -59,7 +59,7 @@ def test_version(cli):
 def test_run_is_the_first_command(cli):
     outcome = cli("--help")
     assert outcome.code == 0
-    assert outcome.out.index("Train a method.") < outcome.out.index("Go on with a run")
+    assert outcome.out.index("Train a method.") < outcome.out.index("Continue a run")
 
 
 @pytest.mark.parametrize(

@@ -259,8 +259,7 @@ def test_a_method_documents_itself(algorithm: Algorithm) -> None:
         assert field.metadata.get("help"), f"{field.name} has no help text"
 
 
-def test_an_evaluation_tells_what_the_page_of_the_method_says(algorithm: Algorithm) -> None:
-    """It is the same for all methods, so that their pages link to one place."""
+def test_an_evaluation_tells_the_same_of_every_method(algorithm: Algorithm) -> None:
     federation = small_federation(models_for(algorithm, *SMALL))
     played = play(algorithm, federation, "sequential", rounds=1)
     session, told = played.session("evaluation"), []
@@ -272,7 +271,11 @@ def test_an_evaluation_tells_what_the_page_of_the_method_says(algorithm: Algorit
 
     evaluate(algorithm, lambda some: algorithm.send(played.setup, played.state, some), ["0", "1"], "test", ask)
     assert told and all(names == {"loss", "metric", "samples"} for names in told)
-    name = next(name for name in METHODS if algorithms.get(name) is algorithm)
+
+
+@pytest.mark.parametrize("name", algorithms.built_in())
+def test_the_page_of_a_method_says_where_evaluations_are_described(name: str) -> None:
+    """They tell the same of every method, so that the pages link to one place."""
     (row,) = (
         line for line in (DOCS / "methods" / f"{name}.md").read_text().splitlines() if line.startswith("| Sent up |")
     )

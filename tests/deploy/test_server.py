@@ -626,6 +626,21 @@ def test_a_loaded_run_has_its_models_and_says_where_its_data_are(tmp_path: Path,
     assert run.model("2")(x).equal(load_model(delivered, "mlp:hidden=5", (1, 6, 6), 3)(x))
 
 
+@pytest.mark.parametrize("method", ["pfedhn", "scaffold"])
+def test_a_run_that_is_moved_away_from_its_clients_stands_alone(method: str, tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    short = {"admit_rounds": 1} if method == "pfedhn" else {}
+    served(method, federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), nodes=5, rounds=1, **short)
+    x = torch.ones(4, 1, 6, 6, dtype=torch.float64)
+    wanted = api.load(tmp_path / "run").predict("2", x)
+    moved = shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "nodes")
+    run = api.load(moved)
+    assert run.predict("2", x).equal(wanted) and run.model("2")(x).equal(wanted)
+    assert load_model(run.export("2", tmp_path / "out"), "mlp:hidden=5", (1, 6, 6), 3)(x).equal(wanted)
+    assert run.admit(x, torch.tensor([0, 1, 2, 0])).predict(x).shape == (4, 3)
+
+
 def test_a_server_has_data_of_its_own_but_no_share_of_the_clients(tmp_path: Path, monkeypatch: Any) -> None:
     federation = small_federation(["mlp:hidden=5"])
     given = {"nodes": 5, "rounds": 1, "server_steps": 2, "out": str(tmp_path / "run")}

@@ -41,7 +41,7 @@ def test_traced_steps_of_single_clients_give_the_same_bits(
 def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", 0)
     federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
-    runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._traced.values()
+    runs = play(algorithms.get("fedavg"), federation, "sequential").engine._single_steps._forms.kept.values()
     code = next(iter(runs)).__self__.code
     assert "detach" not in code
     assert code.count("alpha = -0.05, out = ") == 10  # each parameter is stepped on in place
@@ -61,7 +61,7 @@ def test_views_that_do_not_say_so_are_known(step: Any, monkeypatch: pytest.Monke
     for after in (10**9, 0):
         monkeypatch.setattr(traced, "TRACE_AFTER", after)
         batches = [(torch.tensor([-1.0, 2.0, 3.0]),), (torch.tensor([-1.0, -2.0, 4.0]),)]
-        found.append(Traces().steps("k", step, (), torch.tensor([-1.0, 0.0, 1.0]), batches))
+        found.append(Traces([]).steps("k", "k", step, (), torch.tensor([-1.0, 0.0, 1.0]), batches))
     assert torch.equal(*found)
 
 
@@ -86,9 +86,35 @@ def test_a_step_with_autocast_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> 
         with torch.autocast("cpu", torch.bfloat16):
             return carry + (batch[0] @ batch[0]).float()
 
-    traces = Traces()
-    traces.steps("k", step, (), torch.zeros(2, 2), [(torch.ones(2, 2),)])
-    assert list(traces._traced.values()) == [None]
+    notes: list[str] = []
+    traces = Traces(notes)
+    traces.steps("k", "train", step, (), torch.zeros(2, 2), [(torch.ones(2, 2),)] * 2)
+    assert list(traces._forms.kept.values()) == [None]
+    assert notes == ["train cannot be traced: a step uses autocast"]
+
+
+def test_a_fault_in_tracing_is_told_of_and_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", 0)
+    federation = small_federation(dtype=torch.float32)
+    right = play(algorithms.get("fedavg"), federation, "sequential")
+
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("a slip")
+
+    monkeypatch.setattr(traced, "_tidy", broken)
+    played = play(algorithms.get("fedavg"), federation, "sequential")
+    assert played.engine.notes == ["train cannot be traced: a slip"] and right.engine.notes == []
+    found, expected = (flatten(one.state._asdict()) for one in (played, right))
+    assert all(torch.equal(value, found[path]) for path, value in expected.items())
+
+
+def test_only_the_latest_traces_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+    monkeypatch.setattr(traced, "KEPT", 2)
+    traces = Traces([])
+    for size in (1, 2, 3):
+        steps_of(traces, lambda _, carry, batch: carry + batch[0], torch.zeros(size), torch.ones(size))
+    assert len(traces._forms.kept) == 2
 
 
 def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +128,7 @@ def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: 
         played = play(algorithms.get(method), federation, engine)
         found.append(flatten({"state": played.state._asdict(), "memory": dict(played.memory)}))
         traces = played.engine._single_steps if engine == "sequential" else played.engine.inner._traces
-        kinds = traces._traced
+        kinds = traces._forms.kept
         assert bool(kinds) == (after == 0) and all(one is not None for one in kinds.values())
     assert all(torch.equal(value, found[1][path]) for path, value in found[0].items())
 
@@ -125,7 +151,7 @@ def test_a_client_that_fails_is_told_of_in_the_same_words_when_its_steps_are_tra
 @pytest.mark.parametrize("after", [10**9, 0])
 def test_a_network_that_writes_into_its_input_does_so_once_a_step(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", after)
-    found = steps_of(Traces(), lambda _, carry, batch: carry + batch[0].add_(1), torch.zeros(2), *torch.zeros(3, 2))
+    found = steps_of(Traces([]), lambda _, carry, batch: carry + batch[0].add_(1), torch.zeros(2), *torch.zeros(3, 2))
     assert torch.equal(found, torch.full((2,), 3.0))
 
 
@@ -137,16 +163,16 @@ def test_a_carry_may_come_back_in_another_order(after: int, monkeypatch: pytest.
         return {"b": carry["b"] * 2, "a": carry["a"] + 1}
 
     start = {"a": torch.zeros(1), "b": torch.ones(1)}
-    assert steps_of(Traces(), step, start, *torch.zeros(3, 1)) == {"a": torch.tensor([3.0]), "b": torch.tensor([8.0])}
+    assert steps_of(Traces([]), step, start, *torch.zeros(3, 1)) == {"a": torch.tensor([3.0]), "b": torch.tensor([8.0])}
 
 
 def steps_of(traces: Traces, step: Any, carry: Any, *batches: torch.Tensor, fixed: Any = ()) -> Any:
-    return traces.steps("kind", step, fixed, carry, [(batch,) for batch in batches])
+    return traces.steps("kind", "train", step, fixed, carry, [(batch,) for batch in batches])
 
 
 def operations(traces: Traces) -> list[str]:
     """What the traced steps consist of."""
-    (run,) = traces._traced.values()
+    (run,) = traces._forms.kept.values()
     return [node.target.__name__.partition(".")[0] for node in run.__self__.graph.nodes if node.op == "call_function"]
 
 
@@ -158,7 +184,7 @@ def test_a_kind_is_traced_when_it_has_been_called_often_enough(monkeypatch: pyte
         calls.append(1)
         return {"sum": carry["sum"] + batch[0].expand(3) * fixed, "x": carry["x"]}
 
-    traces, x = Traces(), torch.arange(3.0)
+    traces, x = Traces([]), torch.arange(3.0)
     start = {"sum": torch.zeros(3), "x": x}
     found = steps_of(traces, sums, start, *(x + number for number in range(6)), fixed=torch.tensor(2.0))
     assert torch.equal(found["sum"], 12 * x + 30) and torch.equal(found["x"], x)
@@ -176,7 +202,7 @@ def test_what_a_step_need_not_do_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
         ones = torch.ones_like(x) * 3
         return carry + (x.t().t().exp() * ones + x.exp().t().t() * ones).mul(1)
 
-    traces, x = Traces(), torch.rand(2, 3)
+    traces, x = Traces([]), torch.rand(2, 3)
     found = steps_of(traces, step, torch.zeros(2, 3), x, 2 * x)
     assert torch.equal(found, torch.zeros(2, 3) + 2 * (x.exp() * 3) + 2 * ((2 * x).exp() * 3))
     assert operations(traces) == ["exp", "mul", "add", "add"]
@@ -190,7 +216,7 @@ def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeyp
     def step(_: Any, carry: Any, batch: tuple[torch.Tensor]) -> Any:
         return {"now": carry["now"] + batch[0], "start": carry["start"]}
 
-    traces = Traces()
+    traces = Traces([])
     found = steps_of(traces, step, carry, one, one)
     assert operations(traces) == ["add"]
     assert torch.equal(found["now"], 3 * one) and torch.equal(found["start"], one) and torch.equal(one, torch.ones(3))
@@ -213,9 +239,9 @@ def test_in_place_or_not_steps_give_the_same(step: Any, monkeypatch: pytest.Monk
     found = []
     for after in (10**9, 0):
         monkeypatch.setattr(traced, "TRACE_AFTER", after)
-        traces = Traces()
+        traces = Traces([])
         found.append(steps_of(traces, lambda _, carry, batch: step(carry, batch[0]), start, *batches))
-        assert after or None not in traces._traced.values()
+        assert after or None not in traces._forms.kept.values()
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
@@ -238,17 +264,17 @@ def test_what_cannot_be_traced_runs_as_it_is(factor: Any, monkeypatch: pytest.Mo
     def reads_values(_: Any, carry: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
         return carry + batch[0] * factor(batch[0])
 
-    traces, batches = Traces(), [torch.tensor(x) for x in ([1.0, 2.0], [-1.0, 0.0], [3.0, 3.0])]
+    traces, batches = Traces([]), [torch.tensor(x) for x in ([1.0, 2.0], [-1.0, 0.0], [3.0, 3.0])]
     expected = sum(batch * factor(batch) for batch in batches)
     assert torch.equal(steps_of(traces, reads_values, torch.zeros(2), *batches), expected)
-    assert list(traces._traced.values()) == [None]
+    assert list(traces._forms.kept.values()) == [None]
 
 
 def test_rows_that_are_chosen_by_number_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_AFTER", 0)
-    traces, x = Traces(), torch.arange(3.0)
+    traces, x = Traces([]), torch.arange(3.0)
     found = steps_of(
         traces, lambda _, carry, batch: carry + x[batch[0]], torch.zeros(2), *torch.tensor([[0, 1], [2, 2]])
     )
     assert found.tolist() == [2.0, 3.0]
-    assert None not in traces._traced.values()
+    assert None not in traces._forms.kept.values()

@@ -69,9 +69,9 @@ def both_ways(step: Callable[..., Any], fixed: Any, carry: Any, batches: list[tu
     for after in (10**9, 0):
         before = [leaf.clone() for leaf in torch.utils._pytree.tree_leaves((fixed, carry, batches))]
         with patch.object(traced, "TRACE_AFTER", after):
-            traces = Traces()
-            found.append(torch.utils._pytree.tree_leaves(traces.steps("kind", step, fixed, carry, batches)))
-        assert after or None not in traces._traced.values()
+            traces = Traces([])
+            found.append(torch.utils._pytree.tree_leaves(traces.steps("kind", "kind", step, fixed, carry, batches)))
+        assert after or None not in traces._forms.kept.values()
         leaves = torch.utils._pytree.tree_leaves((fixed, carry, batches))
         assert all(torch.equal(one, other) for one, other in zip(before, leaves))
     return found

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +50,29 @@ def exported(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> tup
     x = torch.rand(3, *SHAPE, generator=generator, dtype=dtype)
     path = export(folder, "writer 1/a.b", model.module(params, buffers), model.spec, "pFedHN")
     return path, x, model(params, buffers, x)
+
+
+class Named(nn.Module):
+    """A network whose own parameters are called as those of an adapted predictor."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:
+        super().__init__()
+        self.network = nn.Linear(math.prod(input_shape), num_outputs)
+        self.offset, self.part = nn.Parameter(torch.ones(num_outputs)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part * self.network(x.flatten(1)) + self.offset
+
+
+def test_a_networks_own_names_do_not_pass_for_a_predictors(tmp_path: Path) -> None:
+    path, x, wanted = exported(tmp_path, f"{__name__}:Named", torch.float32)
+    assert torch.equal(load_model(path, f"{__name__}:Named", SHAPE, OUTPUTS)(x), wanted)
+
+
+def test_a_predictor_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", {"predictor": "later"})
+    with pytest.raises(DataError, match="has a predictor 'later', which this version of fedloom does not know"):
+        load_model(tmp_path / "model.safetensors", "mlp", SHAPE, OUTPUTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -169,5 +169,5 @@ def test_a_checkpoint_of_the_plain_method_can_be_adapted_and_the_other_way_round
     adapted.server.restore(Checkpoint(1, plain.now.state._asdict(), dict(plain.now.memory), {}))
     assert same(adapted.server.plain(adapted.server.state)._asdict(), plain.server.state._asdict())
     again = simulation()
-    again.server.restore(Checkpoint(1, adapted.now.state._asdict(), {}, {}))
+    again.server.restore(Checkpoint(1, adapted.now.state._asdict(), {}, adapted.meta()))
     assert same(again.server.state._asdict(), plain.server.state._asdict())

@@ -25,7 +25,8 @@ DataRoot = Annotated[
 
 def methods(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="List those in whose line all of these words stand.")
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="List only methods whose line has all of these words."),
     ] = None,
 ) -> None:
     """List the methods by family: what they are, what they need, what newcomers get. Words narrow the list.

@@ -21,7 +21,7 @@ SPLIT_OPTIONS = (
 
 def application() -> typer.Typer:
     """The two commands."""
-    app = typer.Typer(help="Fetch datasets, look at how they are split over clients.", no_args_is_help=True)
+    app = typer.Typer(help="Fetch datasets, and look at how they are split over clients.", no_args_is_help=True)
     app.command()(friendly(fetch))
     app.command()(friendly(with_flags(show, flags(RunOptions, "Options", SPLIT_OPTIONS))))
     return app
@@ -31,7 +31,7 @@ def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `fedloom datasets`.")],
     data_root: DataRoot = None,
 ) -> None:
-    """Download the published files of a dataset, checked; goes on where it broke off.
+    """Download the published files of a dataset and check them; resumes where it stopped.
 
     Example: fedloom data fetch mnist --data-root ~/data
     """

@@ -26,7 +26,7 @@ Example: fedloom deploy init ward --method pfedhn --dataset digits && fedloom de
 AppPath = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an app.")]
 Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Clients that take part.")]
 Newcomers = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Clients more, without labels, that get a model in the end.")
+    int, typer.Option(min=0, metavar="N", help="More clients, without labels, that get a model at the end.")
 ]
 Tls = Annotated[bool, typer.Option("--tls", help="With the keys in DIR/keys: encrypted, and nodes prove who they are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")]
@@ -76,7 +76,7 @@ def local(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run an app on this machine: link, nodes and server as processes on loopback, all of which are stopped in the end.
+    """Run an app on this machine: link, nodes and server as processes on loopback, all of which are stopped at the end.
 
     Example: fedloom deploy local ward --nodes 4
     """
@@ -87,7 +87,7 @@ def local(
 
 
 def resume(folder: AppPath, json: AsJson = False, quiet: Quiet = False) -> None:
-    """Go on with a trial on this machine that was stopped or killed, from its last round, with the same clients.
+    """Continue a trial on this machine that was stopped or killed, from its last round, with the same clients.
 
     Example: fedloom deploy resume ward
     """
@@ -102,7 +102,7 @@ def keys(
     nodes: Annotated[
         list[str] | None, typer.Option("--node", metavar="NAME", help="A client's name; may be repeated.")
     ] = None,
-    count: Annotated[int, typer.Option("--nodes", min=0, metavar="N", help="N clients more, named 0, 1, ...")] = 0,
+    count: Annotated[int, typer.Option("--nodes", min=0, metavar="N", help="N more clients, named 0, 1, ...")] = 0,
     host: Annotated[
         list[str] | None, typer.Option(metavar="HOST", help="The link's name or address; without it, loopback.")
     ] = None,

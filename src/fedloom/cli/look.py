@@ -22,7 +22,7 @@ def report(
     runs: RunPaths,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to; without it, report.html in RUN or where all runs lie."),
+        typer.Option(metavar="FILE", help="Where to write; without it, report.html in RUN or where all runs lie."),
     ] = None,
     baseline: Baseline = None,
     figure: Annotated[
@@ -33,7 +33,7 @@ def report(
         list[str] | None, typer.Option(metavar="OPTION", help="With --figure: a choice of it, e.g. seconds.")
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="For --figure mix or admission: let RUN name code outside of fedloom.")
+        bool, typer.Option("--trust", help="For --figure mix or admission: run code outside of fedloom that RUN names.")
     ] = False,
 ) -> None:
     """Write one run, or several side by side, as one HTML file that opens anywhere and loads nothing.
@@ -64,7 +64,7 @@ def watch(
     runs: RunPaths,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 0,
 ) -> None:
-    """Show runs in a browser while they go on, deployments too. Nothing can be changed from there.
+    """Show runs live in a browser, deployments too. The page is read-only.
 
     Example: fedloom watch runs/pfedhn-digits-seed0
     """

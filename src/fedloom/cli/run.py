@@ -152,7 +152,7 @@ def _command(method: str) -> Callable[..., None]:
         json: Annotated[bool, typer.Option("--json", help="Print JSON lines: the rounds, then the summary.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Print the run directory and nothing else.")] = False,
         trust: Annotated[
-            bool, typer.Option("--trust", help="Let the --config FILE name code outside of fedloom, and run it.")
+            bool, typer.Option("--trust", help="Run code outside of fedloom that the --config FILE names.")
         ] = False,
         **values: Any,
     ) -> None:

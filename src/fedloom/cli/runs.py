@@ -29,9 +29,9 @@ Adapt = Annotated[
     typer.Option(metavar="prior|tune", help="Correct a global model by each client's label shares; tune it further."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Go on although config, roster, data or records were changed since.")
+    bool, typer.Option("--force", help="Continue although config, roster, data or records have changed since.")
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Let RUN name code outside of fedloom, and run it.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Run code outside of fedloom that RUN names.")]
 Format = Annotated[
     str,
     typer.Option(
@@ -56,7 +56,7 @@ def resume(
     force: Force = False,
     trust: Trust = False,
 ) -> None:
-    """Go on with a run that was stopped, or further with one that was not.
+    """Continue a run that was stopped, or train a finished one for more rounds.
 
     Example: fedloom resume runs/pfedhn-digits-seed0 --rounds 200
     """
@@ -155,7 +155,7 @@ def export(
     client: Annotated[list[str] | None, typer.Option(metavar="ID", help="A client; may be repeated.")] = None,
     all: Annotated[bool, typer.Option("--all", help="Every client that took part.")] = False,
     of_global: Annotated[bool, typer.Option("--global", help="The method's global model, if it has one.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/export.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; without it, RUN/export.")] = None,
     format: Format = "safetensors",
     which: Which = None,
     adapt: Adapt = None,
@@ -183,7 +183,7 @@ def admit(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; without it, RUN/admitted.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; without it, RUN/admitted.")] = None,
     format: Format = "safetensors",
     which: Which = None,
     adapt: Adapt = None,
@@ -238,7 +238,7 @@ def compare(
 ) -> None:
     """Put finished runs side by side: a row per method and config, mean ± standard deviation over seeds.
 
-    It says what the runs tell apart, client by client, and what they do not. `fedloom report RUN...` draws it.
+    Compared client by client, it says which differences are real. `fedloom report RUN...` draws it.
 
     Example: fedloom compare runs/fedavg-digits-seed0 runs/pfedhn-digits-seed0 --baseline fedavg
     """

@@ -17,7 +17,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 def bundle(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run directory.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; without it, RUN/bundle.fedloom.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write; without it, RUN/bundle.fedloom.")
+    ] = None,
     verify: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check a bundle against its own digests instead.")
     ] = None,
@@ -27,7 +29,7 @@ def bundle(
     trust: Trust = False,
     json: AsJson = False,
 ) -> None:
-    """Write all that is needed to hand a run's models on as one file, without any client's data or memory.
+    """Write one file with all that it takes to hand a run's models on, without any client's data or memory.
 
     Example: fedloom bundle runs/pfedhn-digits-seed0 --out digits.fedloom
 
@@ -54,7 +56,7 @@ def bundle(
 def serve(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that `fedloom bundle` wrote.")],
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.")] = 8470,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="The port; 0: any that is free.")] = 8470,
     workers: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Processes that answer.")] = 1,
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The key of `fedloom token`: newcomers too need tokens then.")
@@ -64,19 +66,19 @@ def serve(
     client_ca: Annotated[
         Path | None, typer.Option(metavar="PEM", help="Clients must have certificates of this authority.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS, also off this machine.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines too without TLS.")] = False,
     rate: Annotated[
         int, typer.Option(min=0, metavar="N", help="Requests a minute for each token, or address; 0: any number.")
     ] = 600,
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How long a request, or a reader, may take.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long a request may take, and reading the answer.")
     ] = 20.0,
     keep_loom: Annotated[
         bool, typer.Option("--keep-loom", help="Weave newcomers' models here; do not hand the loom out.")
     ] = False,
-    trust: Trust = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Run code outside of fedloom that BUNDLE names.")] = False,
 ) -> None:
-    """Hand out models from a bundle: participants' by their tokens, newcomers' in each way that the method has.
+    """Serve models from a bundle: to participants by their tokens, to newcomers in every way that the method has.
 
     Example: fedloom serve digits.fedloom --workers 2
     """
@@ -96,12 +98,12 @@ def token(
         list[str] | None, typer.Option(metavar="ID", help="A participant, for its own model; may be repeated.")
     ] = None,
     newcomer: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Somebody who is to join; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="A newcomer who is to join; may be repeated.")
     ] = None,
     operator: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Somebody who reads metrics; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="An operator who reads metrics; may be repeated.")
     ] = None,
-    days: Annotated[float, typer.Option(min=0, metavar="N", help="How long it is good.")] = 365,
+    days: Annotated[float, typer.Option(min=0, metavar="N", help="Days until a token expires.")] = 365,
 ) -> None:
     """Make tokens for a service with this key, and print each with its name.
 
@@ -127,10 +129,13 @@ def join(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to.")] = Path("joined"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("joined"),
     way: Annotated[
         str,
-        typer.Option(metavar="auto|home|service", help="A loom comes here, or vectors go there; auto: by the bytes."),
+        typer.Option(
+            metavar="auto|home|service",
+            help="Fetch the loom, or send vectors to the service; auto: what takes fewer bytes.",
+        ),
     ] = "auto",
     token_file: Annotated[
         Path | None, typer.Option("--token", metavar="FILE", help="A file with the token, if the service wants one.")
@@ -139,7 +144,7 @@ def join(
     cert: Annotated[Path | None, typer.Option(metavar="PEM", help="A certificate of your own, for mutual TLS.")] = None,
     cert_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its private key.")] = None,
     epsilon: Annotated[
-        float | None, typer.Option(metavar="E", help="A smaller one than the service's, for a private descriptor.")
+        float | None, typer.Option(metavar="E", help="Epsilon of a private descriptor, smaller than the service's.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where downloads are kept; without it, ~/.cache/fedloom.")
@@ -147,7 +152,7 @@ def join(
     follow: Annotated[bool, typer.Option("--follow", help="Join again whenever FILE changes, until stopped.")] = False,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often to look, with --follow.")] = 5.0,
     format: Format = "safetensors",
-    trust: Trust = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Run code outside of fedloom that the service names.")] = False,
 ) -> None:
     """Get a model for a newcomer from a service, fitted on this machine, and say what was sent.
 

@@ -25,11 +25,9 @@ def table(
         str | None, typer.Option(metavar="DIR", help="Where published files lie; without it, FEDLOOM_DATA.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; without it, runs/ and the recipe's name.")
+        Path | None, typer.Option(metavar="DIR", help="Where to write; without it, runs/ and the recipe's name.")
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Let RECIPE name code outside of fedloom, and run it.")
-    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Run code outside of fedloom that RECIPE names.")] = False,
 ) -> None:
     """Run a published table: every row with every seed, and print it beside the paper's figures.
 

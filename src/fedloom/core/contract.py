@@ -430,10 +430,8 @@ def sent_params(shared: Tree, mine: Tree) -> dict[str, Tensor]:
 
 def composed(home: Home, shared: Tree, mine: Tree, memory: Tree) -> dict[str, Any]:
     """The model that a client makes of what was sent and of what is its own."""
-    return {
-        "params": {**sent_params(shared, mine), **memory.get("own", {})},
-        "buffers": mine.get("buffers", shared.get("buffers", memory["buffers"])),
-    }
+    statistics = next(tree for tree in (mine, shared, memory) if "buffers" in tree)
+    return {"params": {**sent_params(shared, mine), **memory.get("own", {})}, "buffers": statistics["buffers"]}
 
 
 def predict_with_target(home: Home, deployed: Tree, x: Tensor) -> Tensor:

@@ -32,13 +32,13 @@ class Sequential(AbstractLocalEngine):
         self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
     ) -> None:
         super().__init__(federation, algorithm, config, seed, machine)
-        self._single_steps = Traces(single=True)
+        self._single_steps = Traces(self.notes, single=True)
 
     def run_group(self, job: Job) -> Outcome:
         """As ``AbstractLocalEngine.run_group``."""
         kind = (job.program, job.spec)
         traced = job.federation.device.type == "cpu"
-        steps = partial(self._single_steps.steps, kind) if traced else one_by_one
+        steps = partial(self._single_steps.steps, kind, job.program.name) if traced else one_by_one
         replies, memories, seconds = {}, {}, {}
         for client in job.clients:
             start = time.perf_counter()

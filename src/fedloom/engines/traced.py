@@ -11,8 +11,8 @@ place.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,16 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fedloom.engines.cache import FastForms, Way
+
 TRACE_AFTER = 100
 """Calls of a batched kind before it is traced, which costs about as much."""
 
 TRACE_SINGLE_AFTER = 2000
 """The same for the steps of one client, which gain a third of a millisecond each."""
+
+KEPT = 1024
+"""Traces kept at a time: each holds the constants of its network."""
 
 aten = torch.ops.aten
 _FILLED = {
@@ -40,39 +45,51 @@ Run = Callable[..., list[Tensor]]
 
 
 class Traces:
-    """Steps by kind. A kind must stand for one function, whatever is not in its arguments."""
+    """Steps by kind. A kind must stand for one function, whatever is not in its arguments.
 
-    def __init__(self, *, single: bool = False) -> None:
+    ``notes`` is told of steps that cannot be traced, which run as they are.
+    """
+
+    def __init__(self, notes: list[str], *, single: bool = False) -> None:
         self._single = single
-        self._calls: Counter[Hashable] = Counter()
-        self._traced: dict[Hashable, Run | None] = {}
+        self._forms: FastForms[Run] = FastForms(notes, KEPT)
 
     def steps(
-        self, kind: Hashable, step: Callable[..., Any], fixed: Any, carry: Any, batches: Iterable[tuple[Tensor, ...]]
+        self,
+        kind: Hashable,
+        label: str,
+        step: Callable[..., Any],
+        fixed: Any,
+        carry: Any,
+        batches: Iterable[tuple[Tensor, ...]],
     ) -> Any:
-        """The carry after ``carry = step(fixed, carry, batch)`` for each of ``batches``."""
+        """The carry after ``carry = step(fixed, carry, batch)`` for each of ``batches``; ``label`` is for notes."""
         still, structure = pytree.tree_flatten(fixed)
         moving, form = pytree.tree_flatten(carry)
         moving = _own(moving)
         name = (kind, str(structure), *map(_form, still))
-        built = str(form)
+        built, after = str(form), TRACE_SINGLE_AFTER if self._single else TRACE_AFTER
+        last: Hashable = None
         for batch in batches:
             # strides too: whether a view is a view depends on them
-            whole = (name, built, *map(_form, moving), *map(_form, batch))
-            run = self._traced.get(whole)
-            if run is None and whole not in self._traced:
-                self._calls[whole] += 1
-                if self._calls[whole] > (TRACE_SINGLE_AFTER if self._single else TRACE_AFTER):
-                    run = self._traced[whole] = _trace(step, fixed, pytree.tree_unflatten(moving, form), batch)
+            whole = (built, *map(_form, moving), *map(_form, batch))
+            if whole != last:
+                last, run, is_known = whole, None, False
+            if not is_known and self._forms.seen((name, whole)) > after:
+                now = pytree.tree_unflatten(moving, form)
+                run, is_known = self._traced((name, whole), label, step, fixed, now, batch), True
             if run is None:
-                moving, after = pytree.tree_flatten(step(fixed, pytree.tree_unflatten(moving, form), batch))
+                moving, left = pytree.tree_flatten(step(fixed, pytree.tree_unflatten(moving, form), batch))
                 moving = _own(moving)
-                if after != form:  # a dict in another order, say
-                    form, built = after, str(after)
+                if left != form:  # a dict in another order, say
+                    form, built = left, str(left)
             else:
                 with torch.no_grad():  # of what a network holds besides its parameters
                     moving = run(*still, *moving, *batch)
         return pytree.tree_unflatten(moving, form)
+
+    def _traced(self, kind: Hashable, label: str, *step: Any) -> Run | None:
+        return self._forms.get(kind, label, lambda: [Way("traced", partial(_trace, *step))])
 
 
 def _own(leaves: list[Tensor]) -> list[Tensor]:
@@ -90,8 +107,8 @@ def _form(leaf: Tensor) -> tuple[Any, ...]:
     return leaf.shape, leaf.stride(), leaf.dtype
 
 
-def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor, ...]) -> Run | None:
-    """The operations of a step, from the leaves of its arguments to those of the carry; None: it cannot be traced."""
+def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor, ...]) -> Run:
+    """A step as its operations, from the leaves of its arguments to those of the carry; fails where that cannot be."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second, and not every run needs it
 
     flat, structure = pytree.tree_flatten((fixed, carry, batch))
@@ -104,15 +121,12 @@ def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor
             raise TypeError("a step must leave the carry as it is built")
         return leaves
 
-    try:
-        flat = [_copy(leaf) for leaf in flat]  # a network may write into its input
-        with _Unread():
-            graph = make_fx(flattened)(*flat)
-        if any(_shaped_by_values(node) for node in graph.graph.nodes):
-            return None
-        _tidy(graph, flat, moving)
-    except Exception:
-        return None
+    flat = [_copy(leaf) for leaf in flat]  # a network may write into its input
+    with _Unread():
+        graph = make_fx(flattened)(*flat)
+    if any(_shaped_by_values(node) for node in graph.graph.nodes):
+        raise TypeError("the shape of what a step computes depends on values")
+    _tidy(graph, flat, moving)
     run: Run = graph.forward
     return run
 
@@ -125,9 +139,9 @@ class _Unread(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            raise TypeError("a step uses autocast")
+            raise RuntimeError("a step uses autocast")  # a TypeError of an operator would get other words
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
-            raise TypeError("a step reads values")
+            raise RuntimeError("a step reads values")
         return func(*args, **(kwargs or {}))
 
 

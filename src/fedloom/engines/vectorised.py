@@ -55,7 +55,7 @@ class Vectorised(AbstractLocalEngine):
         super().__init__(federation, algorithm, config, seed, machine)
         self._replayer = Replayer(self.notes)
         self._recordings = Recordings(self.notes, self._replayer.pool)
-        self._traces = Traces() if traced else None
+        self._traces = Traces(self.notes) if traced else None
 
     def replay(self, name: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """As ``AbstractEngine.replay``: on a GPU, recorded as a graph when it comes again."""
@@ -108,7 +108,8 @@ class Vectorised(AbstractLocalEngine):
             return vmap(partial(step, fixed[0]))(fixed[1], carry, Batch(*batch))
 
         if self._traces:
-            return self._traces.steps((job.program, job.spec), stepped, (job.shared, facts), carry, batches)
+            kind, fixed = (job.program, job.spec), (job.shared, facts)
+            return self._traces.steps(kind, job.program.name, stepped, fixed, carry, batches)
         for batch in batches:
             carry = stepped((job.shared, facts), carry, batch)
         return carry

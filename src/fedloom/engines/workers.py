@@ -201,11 +201,11 @@ class _Worker:
         return 0
 
 
-def _dismiss(crew: list[_Worker], owner: int) -> None:
+def _dismiss(workers: list[_Worker], owner: int) -> None:
     if os.getpid() == owner:  # a worker has a copy of this list, and must leave its siblings alone
-        for worker in crew:
+        for worker in workers:
             worker.dismiss()
-        crew.clear()
+        workers.clear()
 
 
 def _cpu_time(process: int) -> int:

@@ -19,13 +19,18 @@ from fedloom.models.spec import parse
 def load_model(path: str | Path, model: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
     """The network ``model`` with the parameters in ``path``, of the type they have there, in evaluation mode."""
     spec, tensors = parse(model, input_shape, num_outputs), safetensors.torch.load_file(path)
-    module = spec.build()
-    if "part" in tensors:
-        shift = tensors["untuned.slope"], tensors["untuned.offset"]
-        module = Mixed(Shifted(module, *shift), Shifted(spec.build(), *shift), tensors["part"])
-    elif "offset" in tensors and "network." in "".join(tensors):
-        module = Shifted(module, tensors["slope"], tensors["offset"])
+    with safetensors.safe_open(path, "pt") as file:
+        form = (file.metadata() or {}).get(PREDICTOR)
+    if form is not None and form not in PREDICTORS:
+        raise DataError(f"{path} has a predictor {form!r}, which this version of fedloom does not know; update it.")
+    module = spec.build() if form is None else PREDICTORS[form].around(spec.build, num_outputs)
     return fill(module, tensors, str(path)).eval()
+
+
+def form_of(module: nn.Module) -> dict[str, str]:
+    """What a file of the module's tensors says of it, for ``load_model``: nothing of a network alone."""
+    names = [name for name, kind in PREDICTORS.items() if type(module) is kind]
+    return {PREDICTOR: names[0]} if names else {}
 
 
 class PredictorModule(nn.Module):
@@ -49,6 +54,10 @@ class PredictorModule(nn.Module):
         return self._predict(self._home, {"buffers": {}, **unflatten(flat)}, x)
 
 
+Build = Callable[[], nn.Module]
+"""Gives a new network of a client's architecture."""
+
+
 class Shifted(nn.Module):
     """A network whose class scores are put on a line: ``slope * scores + offset``, e.g. with a client's log prior."""
 
@@ -60,6 +69,11 @@ class Shifted(nn.Module):
         self.network = network
         self.register_buffer("slope", slope)
         self.register_buffer("offset", offset)
+
+    @classmethod
+    def around(cls, build: Build, num_outputs: int) -> Shifted:
+        """One to be filled."""
+        return cls(build(), torch.ones(()), torch.zeros(num_outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores, adapted."""
@@ -77,9 +91,22 @@ class Mixed(nn.Module):
         self.untuned, self.tuned = untuned, tuned
         self.register_buffer("part", part)
 
+    @classmethod
+    def around(cls, build: Build, num_outputs: int) -> Mixed:
+        """One to be filled."""
+        untuned, tuned = (Shifted.around(build, num_outputs) for _ in range(2))
+        return cls(untuned, tuned, torch.zeros(()))
+
     def forward(self, x: Tensor) -> Tensor:
         """Log probabilities."""
         return mixture(self.untuned(x), self.tuned(x), self.part)
+
+
+PREDICTOR = "predictor"
+"""The word for it in a file's metadata."""
+
+PREDICTORS: dict[str, type[Shifted | Mixed]] = {"shifted": Shifted, "mixed": Mixed}
+"""Predictors that are more than a network, by what their files say."""
 
 
 def mixture(one: Tensor, other: Tensor, part: Tensor) -> Tensor:

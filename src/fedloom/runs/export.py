@@ -12,6 +12,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import nn
 
+from fedloom.models.load import form_of
 from fedloom.models.spec import ModelSpec
 from fedloom.runs.files import file_name, write_file, writing
 from fedloom.runs.portable import SAFETENSORS, write_portable
@@ -41,7 +42,7 @@ def export(
         return write_portable(folder / stem, form, module, spec.input_shape, about)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    metadata = {**about, "format": "pt"}
+    metadata = {**about, "format": "pt", **form_of(module)}
     path = folder / f"{stem}.safetensors"
     write_file(path, safetensors.torch.save(weights, metadata))
     path_of_code = ""

@@ -17,9 +17,11 @@ class RunOptions:
     dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
     data_root: str | None = option(None, "Where published files lie; without it, the variable FEDLOOM_DATA.")
     partition: str = option(
-        "auto", "How samples are split over clients: see `fedloom datasets`; auto: as the data say, else classes:2."
+        "auto",
+        "How samples are split over clients: see `fedloom datasets`; auto: by the clients that the data name, or "
+        "classes:2.",
     )
-    clients: int | None = option(None, "Clients that take part; without it, all that the data name, else 20.", low=1)
+    clients: int | None = option(None, "Clients that take part; without it, as many as the data name, else 20.", low=1)
     unseen: float = option(0.0, "Clients held out of training: a count, or a share of all clients.", low=0)
     unseen_partition: str | None = option(None, "Another partition for the unseen clients, e.g. dirichlet:1.")
     unseen_groups: str | None = option(
@@ -29,7 +31,7 @@ class RunOptions:
         None, "A grouping whose samples stay together when validation and test data are cut, e.g. recording."
     )
     unseen_shift: str | None = option(None, "A change of the unseen clients' images, e.g. blur or rotation.")
-    unseen_shift_strength: float | None = option(None, "Its strength; without it, drawn for each image.")
+    unseen_shift_strength: float | None = option(None, "Strength of --unseen-shift; without it, drawn for each image.")
     val_share: float = option(0.15, "Share of the training data kept for validation.", low=0, high=0.9)
     test_share: float = option(0.15, "Share kept for testing, for data without a published test set.", low=0, high=0.9)
     server_data: float | str = option(
@@ -46,7 +48,7 @@ class RunOptions:
         "auto", "A network, several separated by commas (clients take them in turn), or an import path.", code=True
     )
     unseen_model: str | None = option(
-        None, "Another network for the unseen clients; without it, as everybody.", code=True
+        None, "Another network for the unseen clients; without it, the same as everybody's.", code=True
     )
     average: float = option(
         0.0,
@@ -60,8 +62,10 @@ class RunOptions:
         "prior: add each client's label shares to the scores of a global model; tune: then each client trains it "
         "further and mixes both.",
     )
-    adapt_clip: float = option(0.0, "Largest norm of what a client tells for it; 0: no bound.", low=0)
-    adapt_noise: float = option(0.0, "Gaussian noise on that, in units of the bound.", low=0)
+    adapt_clip: float = option(
+        0.0, "Largest norm of a client's reply in the calibration of --adapt; 0: no bound.", low=0
+    )
+    adapt_noise: float = option(0.0, "Gaussian noise on that reply, in units of --adapt-clip.", low=0)
     sampling: Literal["fixed", "poisson"] = option(
         "fixed",
         "Rounds of a fixed number of clients; or each client is drawn by itself, which --dp-noise hides much better.",

@@ -8,7 +8,7 @@ Training, deployment, export and admission share it. ``Server.open`` makes it fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -184,19 +184,13 @@ class Server:
             return self.algorithm.predict(self.home(client), self.deployed(client), x)
 
     def recall(self, client: ClientId) -> Tree:
-        """What a participant remembers; of one on another machine, nothing but what it began with, if that is all."""
+        """What a participant remembers; of one on another machine, what it began with, which only it has changed."""
         model = self.setup.models[client]
         if self.memories_here and client in self.now.memory:
             return self.now.memory[client]
         seeds = Seeds(seed_of(self.options.seed, client, "memory"), self.setup.common_seed)
         first = {"buffers": model.fresh_buffers(), **self.algorithm.first_memory(model, self.config, seeds)}
-        kept = [name for name, branch in first.items() if isinstance(branch, Tensor) or branch]
-        if kept and not self.memories_here:
-            raise NeedsError(
-                f"Client {client} keeps part of its model ({', '.join(kept)}) on its own machine, to which the whole "
-                "model was delivered. Ask the client for it."
-            )
-        return first
+        return first if self.memories_here else _Elsewhere(client, first)
 
     def global_model(self, *, for_others: bool = False) -> tuple[contract.Model, Params]:
         """The network that the method has besides its clients' own; ``for_others`` than those who took part."""
@@ -231,9 +225,10 @@ class Server:
         state: Tree = checkpoint.state
         memory: dict[ClientId, Tree] = dict(checkpoint.memory)
         fresh = self.state._asdict()
-        if self.algorithm.base and "base" not in state:  # of the plain method: what settling finds is found anew
+        was_adapted = checkpoint.meta.get("adapted", False)
+        if self.algorithm.base and not was_adapted:  # what settling finds is found anew
             state = {**fresh, "base": state}
-        if not self.algorithm.base and "base" in state and "base" not in fresh:  # and the other way round
+        if was_adapted and not self.algorithm.base:
             state = state["base"]
         state = self.algorithm.restored(fresh, state)
         expected = flatten(fresh)
@@ -270,6 +265,28 @@ class Server:
                     f"{'missing' if there is None else tuple(there.shape)}, expected "
                     f"{'nothing' if here is None else tuple(here.shape)}. Use the config it was made with."
                 )
+
+
+class _Elsewhere(Mapping[str, Any]):
+    """The memory of a client on another machine, for a model that needs nothing of it."""
+
+    def __init__(self, client: ClientId, first: Tree) -> None:
+        self._client, self._first = client, first
+
+    def __getitem__(self, name: str) -> Any:
+        branch = self._first[name]
+        if isinstance(branch, Tensor) or branch:
+            raise NeedsError(
+                f"Client {self._client} keeps part of its model ({name}) on its own machine, to which the whole model "
+                "was delivered. Ask the client for it."
+            )
+        return branch
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
 
 
 def method_of(directory: RunDirectory) -> str:

@@ -414,7 +414,12 @@ class Trainer:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint says besides state and memory."""
-        return {"settled": self.server.settled, "as": self.server.algorithm.name}
+        server = self.server
+        return {
+            "settled": server.settled,
+            "as": server.algorithm.name,
+            "adapted": server.algorithm.base is not None,
+        }
 
     def saved(self, rounds: Sequence[int]) -> None:
         """A checkpoint of this moment is written; ``rounds`` are those of all checkpoints that are kept."""
