@@ -6,8 +6,10 @@ from __future__ import annotations
 import itertools
 import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -871,3 +873,21 @@ def test_several_targets_are_learned_together(tmp_path: Path) -> None:
     assert api.load(run.path).predict("0", x).shape == (300, 3)
     assert run.summary["best"]["deployed/participants/test/absolute_error"] < 0.5
     assert "predictions have no names" in refused(NeedsError, lambda: run.classify("0", x))
+
+
+# Clients on Ray
+
+
+def test_clients_on_ray_are_an_engine_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fedloom.run("fedavg", **TINY, out=tmp_path / "plain")
+    asked = []
+
+    def run_on_ray(method: str, options: Any, config: Any, out: Path, shown: Any) -> RunDirectory:
+        asked.append((method, options.engine, options.rounds, config.local_steps, out))
+        return plain.directory
+
+    monkeypatch.setitem(sys.modules, "fedloom.deploy.ray", SimpleNamespace(run_on_ray=run_on_ray))
+    run = fedloom.run("fedavg", engine="flower-sim", **TINY, out=tmp_path / "ray")
+    assert asked == [("fedavg", "flower-sim", 2, 2, tmp_path / "ray")] and run.summary == plain.summary
+    told = refused(ConfigError, lambda: fedloom.run("fedavg", dataset=features(), engine="flower-sim", **TINY))
+    assert "Save them as an .npz file and give its path" in told

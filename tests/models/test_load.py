@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import DataError
-from fedloom.models.load import load_model
+from fedloom.models.load import Mixed, Shifted, load_model
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.runs.export import export
@@ -67,6 +67,17 @@ class Named(nn.Module):
 def test_a_networks_own_names_do_not_pass_for_a_predictors(tmp_path: Path) -> None:
     path, x, wanted = exported(tmp_path, f"{__name__}:Named", torch.float32)
     assert torch.equal(load_model(path, f"{__name__}:Named", SHAPE, OUTPUTS)(x), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_adapted_predictor_is_loaded_with_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Model(parse("mlp:hidden=7", SHAPE, OUTPUTS), dtype=dtype)
+    line = torch.tensor(1.5, dtype=dtype), torch.arange(OUTPUTS, dtype=dtype)
+    one, other = (Shifted(model.module(model.init(seed), {}), *line) for seed in (1, 2))  # both have the same line
+    x = torch.rand(3, *SHAPE, dtype=dtype)
+    for number, module in enumerate((one, Mixed(one, other, torch.tensor(0.25, dtype=dtype)))):
+        path = export(tmp_path, str(number), module.eval(), model.spec, "FedAvg + tune")
+        assert torch.equal(load_model(path, "mlp:hidden=7", SHAPE, OUTPUTS)(x), module(x))
 
 
 def test_a_predictor_of_a_later_version_is_refused(tmp_path: Path) -> None:

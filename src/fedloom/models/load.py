@@ -67,8 +67,9 @@ class Shifted(nn.Module):
     def __init__(self, network: nn.Module, slope: Tensor, offset: Tensor) -> None:
         super().__init__()
         self.network = network
-        self.register_buffer("slope", slope)
-        self.register_buffer("offset", offset)
+        # copies: a file has each tensor of a module once, and the two of a ``Mixed`` have one line
+        self.register_buffer("slope", slope.clone())
+        self.register_buffer("offset", offset.clone())
 
     @classmethod
     def around(cls, build: Build, num_outputs: int) -> Shifted:
