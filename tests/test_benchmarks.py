@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom import algorithms
 from fedloom.data.arrays import Arrays
 from fedloom.engines import capture
 
@@ -88,6 +89,31 @@ def test_engines(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys:
     assert out.count("<-") == 2  # which engine auto takes, for each network
     for way in ("plain loop", "sequential", "parallel", "vectorised", "parallel_vectorised"):
         assert f" {way} " in out
+
+
+def test_baselines(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "baselines.json"
+    monkeypatch.setattr(benchmark, "LIMIT", 0.0)
+    small = ("--clients", 2, "--steps", 20, "--batch", 4, "--hidden", 5, "--repeats", 2)
+    run_main(benchmark, monkeypatch, *small, "--methods", "ditto,per_fedavg", "--out", out)
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert {row[0] for row in rows} == {"[Ditto](methods/ditto.md)", "[Per-FedAvg](methods/per_fedavg.md)"}
+    assert all(row[1].endswith("x") and row[2] for row in rows)
+    with pytest.raises(SystemExit, match="for no reason of their equations: fedprox"):
+        run_main(benchmark, monkeypatch, *small, "--methods", "fedprox")
+
+
+def test_every_baseline_can_be_timed() -> None:
+    """With options of its own for each, all of which it knows."""
+    baselines = loaded("baselines")
+    names = {name for name in algorithms.built_in() if name not in baselines.PAPERS}
+    assert baselines.REASONS.keys() <= names and len(names) == 38
+    for name in names:
+        config = algorithms.get(name).config(**baselines.options_of(name, 20, 32))
+        batches = config.batches()
+        assert (batches.steps, batches.size) == (20, 32)
 
 
 def test_dense(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,16 @@ def test_weights_that_sum_to_more_than_one_are_divided_by_their_sum() -> None:
     )
 
 
+def test_no_weight_is_negative_though_sums_of_1_are_rounded() -> None:
+    """Models that are alike: the others' weights are divided by their sum, and nothing is left for the own one."""
+    federation = small_federation(sizes=(3,) * 14, dtype=torch.float32)
+    setup = setup_of(federation, ALGORITHM.config())
+    table = {"w": torch.linspace(0, 1, 14)[:, None]}
+    weights = attention(setup, table, setup.clients)
+    assert float(weights.min()) >= 0
+    torch.testing.assert_close(weights.sum(1), torch.ones(14))
+
+
 def test_distances_are_over_all_tensors_together() -> None:
     tables = {"a": torch.randn(4, 3, 2, dtype=torch.float64), "b": torch.randn(4, 5, dtype=torch.float64) + 1e3}
     flat = torch.cat([table.flatten(1) for table in tables.values()], 1)

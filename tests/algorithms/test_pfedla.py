@@ -44,6 +44,16 @@ def test_one_round_on_paper() -> None:
     assert float(played.diagnostics[0]["own_share"]) == pytest.approx((0.75 + 1) / 2, abs=1e-12)
 
 
+def test_a_negative_rate_goes_along_the_change_itself() -> None:
+    """As the formula is printed: the head goes from 3 and 1 to 3.021875 and 0.934375. Models are the same."""
+    played = play(
+        dataclasses.replace(ALGORITHM, init=by_hand), lines(), rounds=1, **{**SMALL, "server_lr": -1.0}, **HAND
+    )
+    assert played.state.models["line.weight"].flatten().tolist() == pytest.approx([1.6, 1.4], abs=1e-12)
+    heads = played.state.looms["head.weight"].flatten().tolist()
+    assert heads == pytest.approx([3.021875, 0.934375, 0.0, 0.0], abs=1e-12)
+
+
 def with_heads(value: float):
     """The method, its looms' heads all of one value."""
 

@@ -44,6 +44,18 @@ def test_two_batches_on_paper() -> None:
     assert thetas(played, "0", "1") == pytest.approx([1.656, 1.3904], abs=1e-12)  # the other was never asked
 
 
+def test_the_copies_can_be_deployed_as_the_authors_code_scores_them() -> None:
+    """K = 2: theta is 1.64 and 0.72, the copies 1.128 and 0.944; a newcomer's is w + 0.2 of its way, 1.036 + ...
+
+    From w = 1.036 with the sample (1, 3): slope -3.928, theta 1.4288; then -3.1424 + 2 * 0.3928 = -2.3568, 1.66448. The
+    copy goes a fifth of 0.62848 to 1.161696. The global model is the same as ever.
+    """
+    federation = lines((*POINTS, POINTS[0]), unseen=1)
+    played = play(ALGORITHM, federation, rounds=1, inner_steps=2, deployed="copy", **PAPER).admit()
+    assert thetas(played, "0", "1", "2") == pytest.approx([1.128, 0.944, 1.161696], abs=1e-12)
+    assert float(played.state.params["line.weight"]) == pytest.approx(1.036, abs=1e-12)
+
+
 def test_every_round_starts_from_the_global_model() -> None:
     """K = 1: w = 1.02 after round 1; the first client's theta is 1.02 - 0.2 (1.02 - 3) = 1.416, not on from 1.4."""
     played = play(ALGORITHM, lines(), rounds=2, inner_steps=1, **PAPER)

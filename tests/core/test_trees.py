@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedloom.core.trees import (
     PerClient,
+    chosen,
     faults,
     flatten,
     leaves,
@@ -165,3 +166,19 @@ def test_nothing_for_each_client_is_one_group_of_empty_trees() -> None:
 def test_only_those_of_the_names_that_are_there() -> None:
     params = {"a": torch.tensor(1), "b": torch.tensor(2), "c": torch.tensor(3)}
     assert only(params, ["c", "a", "z"]) == {"c": params["c"], "a": params["a"]}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_one_of_two_trees_is_chosen_to_the_bit(flag: bool) -> None:
+    one, other = (
+        {"a": torch.randn(50) * scale, "b": {"count": torch.tensor(number)}} for scale, number in ((1e-30, 7), (9, 3))
+    )
+    found, wanted = chosen(torch.tensor(flag), one, other), one if flag else other
+    assert torch.equal(found["a"], wanted["a"]) and torch.equal(found["b"]["count"], wanted["b"]["count"])
+
+
+def test_each_of_a_stack_chooses_for_itself() -> None:
+    one, other = torch.ones(3, 2, 2), torch.zeros(3, 2, 2)
+    flags = torch.tensor([True, False, True])
+    found = torch.vmap(lambda flag, a, b: chosen(flag, {"w": a}, {"w": b}))(flags, one, other)["w"]
+    assert found.flatten(1).sum(1).tolist() == [4.0, 0.0, 4.0]

@@ -10,7 +10,7 @@ import torch
 
 from conftest import play, small_federation
 from fedloom import algorithms
-from fedloom.core.trees import flatten
+from fedloom.core.trees import chosen, flatten
 from fedloom.engines import parallel, traced
 from fedloom.engines.traced import Traces
 
@@ -222,6 +222,20 @@ def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeyp
     assert torch.equal(found["now"], 3 * one) and torch.equal(found["start"], one) and torch.equal(one, torch.ones(3))
 
 
+def test_what_is_chosen_is_written_in_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+
+    def step(_: Any, carry: Any, batch: tuple[torch.Tensor]) -> Any:
+        return chosen(batch[0] > 0, carry * 2, carry)
+
+    traces, one = Traces(), torch.ones(3)
+    found = steps_of(traces, step, one, torch.tensor(1.0), torch.tensor(-1.0), torch.tensor(1.0))
+    assert found.tolist() == [4.0] * 3 and one.tolist() == [1.0] * 3
+    (run,) = traces._traced.values()
+    (last,) = (node for node in run.__self__.graph.nodes if node.target is torch.lerp)
+    assert "out" in last.kwargs
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -231,6 +245,7 @@ def test_arguments_stay_as_they_are_though_the_carry_is_written_in_place(monkeyp
         pytest.param(lambda c, x: ((after := c[0] + x), after.flip(0)[:].view(3)), id="one shows the other"),
         pytest.param(lambda c, x: (c[0] + x, (c[0] + x) * c[0]), id="it is read after its sum"),
         pytest.param(lambda c, x: (c[0] + c[0].flip(0), c[1] + c[1].view(3)), id="a sum with itself"),
+        pytest.param(lambda c, x: (torch.lerp(c[0], x, x), torch.lerp(x, x, c[1])), id="a mean"),
         pytest.param(lambda c, x: (torch.zeros(3), c[1] + torch.ones(3)), id="a constant"),
     ],
 )

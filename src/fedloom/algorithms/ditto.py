@@ -44,7 +44,7 @@ class Config(fedavg.Config):
         None, "Learning rate of the personal model; without it, --local-lr (as in the authors' scripts).", low=0
     )
     admit_rounds: int = option(
-        1, "Rounds in which a newcomer trains its personal model, with labels; 0: it uses the global one.", low=0
+        1, "Rounds in which a newcomer trains its personal model, with labels; 0: it uses the global one (ours).", low=0
     )
 
     def personal_optimiser(self) -> Optimiser:

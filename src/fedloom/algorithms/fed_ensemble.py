@@ -16,7 +16,8 @@ Kept by the client: nothing.
 Kept by the server: all models with their running statistics.
 Reduces to: FedAvg with ``batchnorm=averaged`` at K = 1.
 Differs from the paper: a model is the mean of its clients' results, as in the paper; the authors' code compares each
-result with all models and shares it out by their likeness. Running statistics are averaged with the parameters.
+result with all models and shares it out by their likeness. Clients are weighted by their samples. Running statistics
+are averaged with the parameters.
 """
 
 from __future__ import annotations

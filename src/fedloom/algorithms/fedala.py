@@ -23,7 +23,6 @@ loss has settled; later ones are a pass over 80% of the data.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from fedloom.algorithms import fedavg
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Seeds, Setup
 from fedloom.core.training import Training, gradient
-from fedloom.core.trees import Params, Tree, tree_map
+from fedloom.core.trees import Params, Tree, chosen
 from fedloom.programs import local, personal
 
 
@@ -115,15 +114,14 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
     mixed = {**training.params, **mix(common, carry.last, weights)}
     params, state = home.config.local_optimiser().update(training.params, grads, training.optimiser)
     before = home.config.is_before(batch)
-    keep = partial(torch.where, before)
     trained = training._replace(
-        params=tree_map(keep, mixed, params),
-        buffers=tree_map(keep, training.buffers, buffers),
-        optimiser=tree_map(keep, training.optimiser, state),
+        params=chosen(before, mixed, params),
+        buffers=chosen(before, training.buffers, buffers),
+        optimiser=chosen(before, training.optimiser, state),
         loss=torch.where(before, training.loss, training.loss + loss),
         steps=torch.where(before, training.steps, training.steps + 1),
     )
-    return Carry(trained, carry.last, tree_map(keep, weights, carry.weights))
+    return Carry(trained, carry.last, chosen(before, weights, carry.weights))
 
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:

@@ -14,7 +14,7 @@ Sent down: the client's cloud model; for use, nothing.
 Sent up: the client's parameters, the number of samples, the training loss.
 Kept by the client: its model and its running statistics.
 Kept by the server: the last models of all clients.
-Reduces to: Local, from one start, with ``pull=0``.
+Reduces to: Local, from one start, with ``pull=0``, which is what PFLlib's FedAMP does: its pull has no gradient.
 Differs from the paper: alpha does not fall over rounds. A client goes on from its own last model; the paper only says
 what it minimises. Where the others' weights sum to more than 1 they are divided by their sum. Newcomers, who are not in
 the paper, get the mean of all models.
@@ -107,7 +107,8 @@ def attention(setup: Setup[Config], models: Params, clients: Sequence[ClientId])
     own = torch.arange(apart.shape[1], device=setup.device) == rows[:, None]
     weights = torch.where(own, 0, weights)
     weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(own, 1 - weights.sum(1, keepdim=True), weights)
+    left = (1 - weights.sum(1, keepdim=True)).clamp(min=0)  # a sum of 1 may come out a little larger
+    return torch.where(own, left, weights)
 
 
 def squared_distances(models: Params, rows: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ Kept by the client: its body and its running statistics.
 Kept by the server: the head.
 Reduces to: local training under a head that stays as it is, at ``server_lr=0``.
 Differs from the paper: nothing. In the authors' code the common head is never trained, as its optimiser holds the
-parameters of a client; ours is. Participants deploy their body with the common head; the code scores the heads that it
-drops.
+parameters of a client; ours is (``server_lr=0`` leaves it as it is drawn). Participants deploy their body with the
+common head; the code scores the heads that it drops.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Sent up: the change of the parameters (and the running statistics), the number o
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters, a mean of the changes and one of their squares.
 Reduces to: FedAvg for a large tau with FedAdagrad, ``beta1=0`` and a server's rate of twice tau.
-Differs from the paper: nothing; changes are weighted by the clients' samples. There is no correction of bias, and the
-squares start at tau squared.
+Differs from the paper: changes are weighted by the clients' samples; Algorithm 2 weighs them equally. As there, bias is
+not corrected, and the squares start at tau squared, the least that is allowed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Batches, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
 from fedloom.core.training import LocalConfig, Training, gradient
-from fedloom.core.trees import Tree, tree_map
+from fedloom.core.trees import Tree, chosen, tree_map
 from fedloom.programs import local
 from fedloom.programs.part import training_of_own
 
@@ -88,10 +87,10 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     for part, before in parts_of(home.model, carry.params).items():
         if not before:
             continue
-        keep = partial(torch.where, heads_turn if part == "head" else ~heads_turn)
+        turn = heads_turn if part == "head" else ~heads_turn
         after, state = optimiser.update(before, slopes[part], carry.optimiser[part])
-        params |= tree_map(keep, after, before)
-        states[part] = tree_map(keep, state, carry.optimiser[part])
+        params |= chosen(turn, after, before)
+        states[part] = chosen(turn, state, carry.optimiser[part])
     return carry._replace(
         params=params, buffers=buffers, optimiser=states, loss=carry.loss + loss, steps=carry.steps + 1
     )

@@ -64,7 +64,7 @@ class Config(LocalConfig):
         50, "Rounds of FedAvg before bodies go apart (the authors: 400 on MNIST, 1,200 on CIFAR-10).", low=0
     )
     admit_rounds: int = option(
-        1, "Rounds in which a newcomer trains its body, with labels; 0: it uses FedAvg's model.", low=0
+        1, "Rounds in which a newcomer trains its body, with labels; 0: it uses FedAvg's model (ours).", low=0
     )
 
 

@@ -15,7 +15,8 @@ Kept by the client: its model's running statistics.
 Kept by the server: for each client its last model and its loom.
 Reduces to: training alone if every client's mix is its own model.
 Differs from the paper: its formula, like pFedHN's, descends along the change itself; we descend along the negative
-change, so that looms follow what clients learn. Sizes are those of a third party's code: docs/methods/pfedla.md.
+change, so that looms follow what clients learn; a negative ``server_lr`` goes the other way. Sizes are those of a third
+party's code: docs/methods/pfedla.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class Config(LocalConfig):
     embed_dim: int = option(100, "Size of a client's embedding (a third party's code).", low=1)
     hidden: int = option(100, "Width of a loom's hidden layers (a third party's code).", low=1)
     layers: int = option(3, "Hidden layers of a loom (a third party's code).", low=1)
-    server_lr: float = option(5e-3, "Rate of the looms (a third party's code).", low=0)
+    server_lr: float = option(
+        5e-3,
+        "Rate of the looms (a third party's code). Below 0 they go along the change itself, as the formula is printed.",
+    )
 
 
 class State(NamedTuple):

@@ -11,17 +11,19 @@ Symbols: R: ``local_steps``, K: ``inner_steps``, lambda: ``pull``, eta: ``local_
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the copy's parameters (and the running statistics), the number of samples, the training loss.
-Kept by the client: theta_i, to use, with its running statistics; those to train with, unless they are averaged.
+Kept by the client: theta_i (or w_i), to use, with its running statistics; those to train with, unless they are
+    averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg with equal weights at rate ``personal_lr`` if R = 1, lambda is small and eta = 1 / lambda.
 Differs from the paper: the cohort trains, and nobody else (``everybody_trains`` has the paper's way). theta_i is
-deployed; what the authors' code calls personal is w_i, as both are kept in one place. Newcomers are not in the paper.
+deployed; what the authors' code scores as personal is w_i, as both are kept in one place (``deployed=copy``). Clients
+weigh equally, as in the paper; in the code by their samples. Newcomers are not in the paper.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -52,6 +54,9 @@ class Config(fedavg.Config):
     weight_decay: float = option(1e-3, "Weight decay of the personal model (the authors' code).", low=0)
     everybody_trains: bool = option(
         False, "All clients train in every round, as in the paper; the cohort alone is averaged."
+    )
+    deployed: Literal["theta", "copy"] = option(
+        "theta", "What clients use: theta (the paper), or w_i, which the authors' code scores as personal."
     )
     train_newcomers: bool = option(True, "Newcomers train a personal model, with labels; else they use the global one.")
 
@@ -106,11 +111,12 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
 
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:
-    """Reply with the change of the copy; keep theta."""
+    """Reply with the change of the copy; keep theta, or the copy, for use."""
     theta = carry.theta
+    used = theta if home.config.deployed == "theta" else theta._replace(params=carry.copy)
     averaged = {"buffers": theta.buffers} if "buffers" in shared else {}
     reply = {"delta": tree_map(torch.sub, carry.copy, theta.start), **report(home, theta), **averaged}
-    return reply, {**remember(home, theta, memory), "personal": personal.keep(theta, memory["personal"])}
+    return reply, {**remember(home, theta, memory), "personal": personal.keep(used, memory["personal"])}
 
 
 def admit(setup: Setup[Config], state: fedavg.State, newcomers: Cohort, ask: Ask) -> Sent:

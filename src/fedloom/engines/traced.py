@@ -35,6 +35,8 @@ aten = torch.ops.aten
 _FILLED = {
     f.default for f in (aten.ones_like, aten.zeros_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
 }
+_SUMS: dict[Any, Callable[..., Any]] = {aten.add.Tensor: torch.add, aten.lerp.Tensor: torch.lerp}
+"""What may be written in the place of a term, and the function that does it."""
 _TIMES = (aten.mul.Scalar, aten.mul.Tensor)
 _UNDECLARED = {
     aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default
@@ -260,10 +262,10 @@ def _write_in_place(graph: fx.GraphModule, carry: list[fx.Node], values: dict[fx
             shown[_root(node)].append(node)
     for place, result in zip(carry, results):
         assert isinstance(result, fx.Node)
-        if result.target is not aten.add.Tensor or place not in result.args:
+        if result.target not in _SUMS or place not in result.args:
             continue
         readers = {user for node in (place, *shown[place]) for user in node.users} - {result}
         alone = not any(other in shown[place] for other in result.args)
         if alone and _form(values[place]) == _form(values[result]) and all(order[r] < order[result] for r in readers):
-            result.target = torch.add
+            result.target = _SUMS[result.target]
             result.kwargs = {**result.kwargs, "out": place}
