@@ -24,7 +24,8 @@ from fedloom.core.trust import check as check_trust
 from fedloom.data.arrays import Arrays
 from fedloom.data.labels import UNKNOWN
 from fedloom.data.registry import load as load_data
-from fedloom.data.samples import as_arrays, checked_labels, checked_samples
+from fedloom.data.samples import as_arrays, checked_labels, labels_among, prepared_samples
+from fedloom.models.load import with_preparation
 from fedloom.models.spec import ModelSpec
 from fedloom.progress import Display, display
 from fedloom.reports.facts import facts_of
@@ -78,18 +79,19 @@ def run(
     given = {"dataset": dataset, "model": model, **options}
     arrays = None
     if not isinstance(dataset, str | Path):
-        arrays = as_arrays(dataset)
         given["dataset"] = PYTHON_DATA
     if not isinstance(model, str):
         given["model"] = _path_of(model)
     shared, config = parse_options(method, {k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
+    if not isinstance(dataset, str | Path):
+        arrays = as_arrays(dataset, shared.roles)
     shown = display(progress) if isinstance(progress, str) else progress
     if shared.tracker and shared.tracker not in TRACKERS:
         raise unknown("tracker", shared.tracker, TRACKERS)
     path = Path(out) if out else new_path(method, asdict(shared))
     if shared.engine == "flower-sim":
         return _run_on_ray(method, shared, config, path, arrays, shown)
-    simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root))
+    simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root, shared.roles))
     server = simulation.server
     resolved = flat_config(method, server.options, config)
     # those that are kept, the best one, and the one that is being written
@@ -271,8 +273,11 @@ class Run:
         return self.server.setup.clients
 
     def model(self, client: ClientId | int) -> nn.Module:
-        """A client's predictor as a module, with its parameters, in evaluation mode."""
-        return self.server.module(self._id(client))
+        """A client's predictor as a module, with its parameters, in evaluation mode.
+
+        Where the federation's samples are raw it takes raw ones, of a table as numbers (``Preparation.encoded``).
+        """
+        return with_preparation(self.server.module(self._id(client)), self.server.roster.preparation)
 
     def parameters(self, client: ClientId | int) -> Tree:
         """What a client deploys, as a tree of tensors."""
@@ -361,14 +366,18 @@ class Run:
     def export(self, client: ClientId | int, folder: str | Path, format: str = SAFETENSORS) -> Path:
         """Write a client's parameters as safetensors, with a loader beside them; or its model as onnx or pt2."""
         name = self._id(client)
-        return _export(self.server, self.server.setup.models[name], self.model(name), Path(folder), name, format)
+        module = self.server.module(name)
+        return _export(self.server, self.server.setup.models[name], module, Path(folder), name, format)
 
     def export_global(self, folder: str | Path, format: str = SAFETENSORS) -> Path:
         """Write the method's global model, if it has one, as ``global.safetensors``, with a loader beside it."""
         network, params = self.server.global_model(for_others=True)
         module, spec = network.module(params, network.fresh_buffers()), cast(ModelSpec, network.spec)
-        names = self.server.roster.class_names
-        return export(Path(folder), "global", module, spec, self.server.base.name, "global", format, classes=names)
+        roster = self.server.roster
+        return export(
+            Path(folder), "global", module, spec, self.server.base.name, "global", format,
+            classes=roster.class_names, preparation=roster.preparation,
+        )  # fmt: skip
 
     def _id(self, client: ClientId | int) -> ClientId:
         name = str(client)
@@ -410,6 +419,10 @@ class Admission:
     @property
     def model(self) -> nn.Module:
         """The newcomer's predictor as a module, in evaluation mode."""
+        return with_preparation(self._module, self.server.roster.preparation)
+
+    @property
+    def _module(self) -> nn.Module:
         return self.server.algorithm.module(self.newcomer.home, self.parameters)
 
     def predict(self, x: np.ndarray | Tensor) -> Tensor:
@@ -426,7 +439,7 @@ class Admission:
 
         Or as one file for other programs: onnx or pt2.
         """
-        path = _export(self.server, self.newcomer.home.model, self.model, Path(folder), name, format)
+        path = _export(self.server, self.newcomer.home.model, self._module, Path(folder), name, format)
         if self.report:
             write_file(path.with_suffix(".json"), to_json(self.report.as_dict(), indent=1))
         return path
@@ -454,21 +467,22 @@ def _simulated(directory: RunDirectory, dataset: Any, trust: bool, **changes: An
             f"{directory.path} was run on data given from Python; give them again there: load(run, dataset=(x, y))."
         )
     if isinstance(dataset, str | Path):
-        arrays = load_data(dataset, shared.data_root)
+        arrays = load_data(dataset, shared.data_root, shared.roles)
     elif dataset is not None:
-        arrays = as_arrays(dataset)
+        arrays = as_arrays(dataset, shared.roles)
     else:
         try:
-            arrays = load_data(shared.dataset, shared.data_root)
+            arrays = load_data(shared.dataset, shared.data_root, shared.roles)
         except DataError as error:
             raise DataError(
                 f"Evaluating or resuming {directory.path} takes the data it was trained on. {error} Where they have "
                 f"moved: `fedloom resume {directory.path} --dataset PATH`, or dataset=PATH in Python."
             ) from error
-    if directory.has_roster():  # other data may lack a class, or have none of a name
+    preparation = None
+    if directory.has_roster():  # other data may lack a class, and are prepared as the run's were
         roster = directory.roster()
-        arrays = arrays.with_classes(roster.class_names, roster.num_classes)
-    simulation = Simulation(method, shared, config, arrays)
+        arrays, preparation = arrays.with_classes(roster.class_names, roster.num_classes), roster.preparation
+    simulation = Simulation(method, shared, config, arrays, preparation)
     changed = [
         name for name, value in changes.items() if value is not None and name not in ("adapt", "device", "data_root")
     ]
@@ -509,8 +523,10 @@ def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: s
             f"{server.algorithm.name} deploys more than one network, which no network alone can load; give --format "
             "onnx or pt2 (from Python, format=), or use model or predict."
         )
-    names = server.roster.class_names
-    return export(folder, name, module, model.spec, server.algorithm.name, form=format, classes=names)
+    return export(
+        folder, name, module, model.spec, server.algorithm.name, form=format, classes=server.roster.class_names,
+        preparation=server.roster.preparation,
+    )  # fmt: skip
 
 
 def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
@@ -518,12 +534,14 @@ def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
     samples = _samples(server, x)
     if not len(samples):
         raise DataError("admit got no samples; give the newcomer at least one.")
+    y = labels_among(x, server.roster.preparation) if y is None else y
     return samples, None if y is None else _labels(server, y, len(samples))
 
 
 def _samples(server: Server, x: Any) -> Tensor:
     """A user's samples on the device of the server, checked to be like the federation's."""
-    return checked_samples(x, server.roster.input_shape).to(server.setup.device, server.setup.dtype)
+    samples = prepared_samples(x, server.roster.input_shape, server.roster.preparation)
+    return samples.to(server.setup.device, server.setup.dtype)
 
 
 def _none_known(y: Any) -> bool:

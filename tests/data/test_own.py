@@ -72,11 +72,25 @@ def test_axes_say_what_samples_are(shape, expected):
         np.testing.assert_array_equal(data.x, x.transpose(0, 3, 1, 2))
 
 
-def test_only_images_of_bytes_are_scaled():
+def test_images_of_bytes_are_raw():
     image = np.full((1, 1, 2, 2), 255, np.uint8)
-    assert from_arrays(image, [0]).x.max() == 1
+    data = from_arrays(image, [0])
+    assert (data.x.dtype, data.preparation.kind, len(data.preparation.columns)) == (np.uint8, "images", 1)
+    assert from_arrays(np.zeros((1, 8, 9, 3), np.uint8), [0]).x.shape == (1, 3, 8, 9)
     assert from_arrays(image.astype(np.int16), [0]).x.max() == 255
     assert from_arrays(image[:, 0], [0]).x.max() == 255
+    assert from_arrays(image[:, 0], [0]).preparation is None
+
+
+def test_groupings_have_names(tmp_path):
+    data = from_arrays(X, Y, groups={"recording": [1, 1, 2, 2]}, client=list("abab"))
+    assert {name: members.tolist() for name, members in data.groups.items()} == {
+        "client": list("abab"),
+        "recording": list("1122"),
+    }
+    np.savez(tmp_path / "a.npz", x=X, y=Y, group_recording=[1, 1, 2, 2])
+    assert from_npz(tmp_path / "a.npz").groups["recording"].tolist() == list("1122")
+    assert set(from_folder(tmp_path).groups) == {"client", "recording"}
 
 
 @given(st.lists(st.integers(-3, 6), min_size=1, max_size=8))
@@ -314,7 +328,7 @@ def test_a_torch_dataset_of_pictures_and_numbers_is_stacked():
 
     data = from_torch_dataset(Pairs(*((Image.new("RGB", (5, 6), (255, 0, 0)), label) for label in (0, 1))))
     assert data.x.shape == (2, 3, 6, 5)
-    assert data.x[0, :, 0, 0].tolist() == [1, 0, 0]
+    assert data.x[0, :, 0, 0].tolist() == [255, 0, 0]
     assert from_torch_dataset(Pairs((np.zeros(2), 0.5))).num_classes == 0
 
 

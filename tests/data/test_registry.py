@@ -87,6 +87,6 @@ def test_importing_is_light():
 
 
 def test_a_file_of_another_kind_is_told_how_to_become_an_npz(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text("1,2\n")
+    (tmp_path / "mine.txt").write_text("1,2\n")
     with pytest.raises(DataError, match="write your samples with np"):
-        load(tmp_path / "mine.csv")
+        load(tmp_path / "mine.txt")

@@ -14,7 +14,18 @@ from fedloom.cli.output import friendly, table, tell
 from fedloom.runs.options import RunOptions
 
 SPLIT_OPTIONS = (
-    *("dataset", "data_root", "partition", "clients", "unseen", "unseen_partition", "unseen_groups", "split_by"),
+    *(
+        "dataset",
+        "target",
+        "groups",
+        "data_root",
+        "partition",
+        "clients",
+        "unseen",
+        "unseen_partition",
+        "unseen_groups",
+        "split_by",
+    ),
     *("val_share", "test_share", "server_data", "seed"),
 )
 
@@ -81,7 +92,7 @@ def show(
     from fedloom.training.simulation import split
 
     options = build(RunOptions, given(values))
-    arrays = load(options.dataset, options.data_root)
+    arrays = load(options.dataset, options.data_root, options.roles)
     parts = split(options, arrays)
     rows = [
         (

@@ -179,7 +179,10 @@ def export(
 
 def admit(
     run: RunPath,
-    data: Annotated[Path, typer.Option(metavar="FILE.npz", help="The newcomer's samples x and, if any, labels y.")],
+    data: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The newcomer's samples and, if any, labels: .npz with x and y, or a table."),
+    ],
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
     ] = None,
@@ -198,9 +201,9 @@ def admit(
     Example: fedloom admit runs/fedavg-digits-seed0 --data new.npz --adapt prior
     """
     from fedloom import api
-    from fedloom.data.own import samples_from_npz
+    from fedloom.data.samples import samples_from
 
-    x, y = samples_from_npz(data)
+    x, y = samples_from(data)
     admitted = api.load(run, which=_checkpoint(which), adapt=adapt, force=force, trust=trust).admit(x, y, model)
     path = admitted.export(out or run / "admitted", data.stem, format)
     if admitted.report:

@@ -125,7 +125,10 @@ def token(
 
 def join(
     url: Annotated[str, typer.Argument(metavar="URL", help="A service's address.")],
-    data: Annotated[Path, typer.Option(metavar="FILE.npz", help="The newcomer's samples x and, if any, labels y.")],
+    data: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The newcomer's samples and, if any, labels: .npz with x and y, or a table."),
+    ],
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The newcomer's network; without it, the first participant's.")
     ] = None,
@@ -158,7 +161,7 @@ def join(
 
     Example: fedloom join http://127.0.0.1:8470 --data new.npz
     """
-    from fedloom.data.own import samples_from_npz
+    from fedloom.data.samples import samples_from
     from fedloom.serving.join import Service, versions
     from fedloom.serving.remote import Access
 
@@ -167,7 +170,7 @@ def join(
             raise ConfigError(f"There is no file {file}; give one that is there.")
     access = Access(token_file.read_text().strip() if token_file else None, ca, cert, cert_key)
     service = Service(url, access, epsilon=epsilon, cache=cache, trust=trust)
-    for x, y in versions(data, every) if follow else [samples_from_npz(data)]:
+    for x, y in versions(data, every) if follow else [samples_from(data)]:
         service.refresh()
         joined = service.join(x, y, model, way)  # type: ignore[arg-type]
         path = joined.export(out, data.stem, format)

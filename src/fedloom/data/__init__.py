@@ -4,6 +4,7 @@
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays, from_folder, from_npz, from_torch_dataset
 from fedloom.data.registry import dataset, load, names
+from fedloom.data.tables import from_table
 
 __all__ = [
     "Arrays",
@@ -11,6 +12,7 @@ __all__ = [
     "from_arrays",
     "from_folder",
     "from_npz",
+    "from_table",
     "from_torch_dataset",
     "load",
     "names",

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedloom.core.errors import DataError
 from fedloom.data.labels import coded
+from fedloom.data.preparation import Preparation
 
 SPLITS = ("train", "val", "test")
 RECODE = "recode them with y = np.unique(y, return_inverse=True)[1]"
@@ -18,13 +19,14 @@ RECODE = "recode them with y = np.unique(y, return_inverse=True)[1]"
 class Arrays:
     """A dataset in memory, checked; the arrays are taken as they are, not copied.
 
-    x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W)
+    x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W); or raw
     y            int64 (samples,), classes 0 to num_classes - 1; or float32 (samples,) or (samples, k)
     num_classes  0 for regression and for labels of which several may hold
     split        (samples,) of "train", "val" and "test" where the publisher or the user fixed it, else None
     groups       natural groupings by name, e.g. "writer", "client"; each a (samples,) array of strings
     class_names  one per class, or per label or target in y's columns; or empty
     multilabel   y (samples, k) has 1 for each of k labels that holds, else 0
+    preparation  of raw samples: how they become float32, not fitted yet; x then is uint8 images, or a float64 table
     """
 
     name: str
@@ -35,6 +37,32 @@ class Arrays:
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     multilabel: bool = False
+    preparation: Preparation | None = None
+
+    def raw(self, x: np.ndarray, preparation: Preparation) -> "Arrays":
+        """These data with raw samples."""
+        return replace(self, x=x, preparation=preparation)
+
+    def prepared(self, fitted: Preparation | None) -> "Arrays":
+        """The data as networks take them, by a preparation that is fitted; those that are not raw stay as they are."""
+        if self.preparation is None:
+            return self
+        if fitted is None or fitted.kind != self.preparation.kind:
+            raise DataError(f"Dataset {self.name!r} is raw, and there is no preparation for it; give prepared samples.")
+        if fitted.kind == "table":
+            mine, theirs = ([column.name for column in one.columns] for one in (self.preparation, fitted))
+            if sorted(mine) != sorted(theirs):
+                different = sorted(set(mine) ^ set(theirs))[0]
+                raise DataError(
+                    f"Dataset {self.name!r} {'has the unknown' if different in mine else 'has no'} column "
+                    f"{different!r}; expected the columns {', '.join(theirs)}, in any order."
+                )
+            order = [mine.index(name) for name in theirs]
+            given = replace(self.preparation, columns=tuple(self.preparation.columns[row] for row in order))
+            x = fitted.apply(given.translated(self.x[:, order], fitted))
+        else:
+            x = fitted.apply(self.x)
+        return replace(self, x=x, preparation=None)
 
     @property
     def num_outputs(self) -> int:
@@ -59,11 +87,15 @@ class Arrays:
 
     def digest(self) -> str:
         """A fingerprint of the samples, their order and their labels."""
-        return digest_of(self.x, self.y, *(() if self.split is None else (self.split,)), *self.groups.values())
+        columns = () if self.preparation is None else (np.array(self.preparation.as_text()),)
+        return digest_of(
+            self.x, self.y, *(() if self.split is None else (self.split,)), *self.groups.values(), *columns
+        )
 
     def __post_init__(self) -> None:
         what = f"Dataset {self.name!r}"
-        if self.x.dtype != np.float32 or self.x.ndim < 2:
+        kind = {"images": np.uint8, "table": np.float64}[self.preparation.kind] if self.preparation else np.float32
+        if self.x.dtype != kind or self.x.ndim < 2:
             raise DataError(
                 f"{what} has x of type {self.x.dtype} and shape {self.x.shape}; expected float32 with one "
                 "row per sample: features (samples, F), windows (samples, C, L) or images (samples, C, H, W)."
@@ -75,7 +107,7 @@ class Arrays:
                 f"{what} has {len(self.x)} samples in x but y has shape {self.y.shape}; "
                 "give one target for every sample."
             )
-        if not _finite(self.x):
+        if not self.preparation and not _finite(self.x):
             raise DataError(f"{what} has NaN or infinite values in x; remove or replace those samples.")
         if self.num_classes:
             _check_labels(what, self.y, self.num_classes)

@@ -7,8 +7,8 @@ axis for the channel would be taken for windows: give them one with ``x[:, None]
 last, (samples, height, width, channels), are turned where that is plain: the last axis is 1, 3 or 4 long and
 the second is not.
 
-Images of bytes (uint8, 4 axes) are scaled to [0, 1]; any other numbers are taken as they are, so normalise
-them first.
+Images of bytes (uint8, 4 axes) are raw: they are centred and scaled by their channels' mean and deviation in training
+data (``preparation``). Any other numbers are taken as they are, so normalise them first.
 
 Whole numbers and text in y are classes; those that are not all of 0 to C - 1 are numbered in their order, and keep
 their names. Truth values, or zeros and ones, of shape (samples, k) say of k labels which hold (multi-label).
@@ -19,7 +19,7 @@ each, could be either and are refused without a task; targets of shape (samples,
 import math
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,8 +31,11 @@ from fedloom.core.errors import DataError, unknown
 from fedloom.core.memory import total
 from fedloom.data.arrays import Arrays
 from fedloom.data.labels import classes_of, coded
+from fedloom.data.preparation import images
 
 Task = Literal["classification", "multilabel", "regression"]
+GROUP = "group_"
+"""How the names of arrays begin that are groupings."""
 _CHANNELS = (1, 3, 4)
 
 
@@ -44,8 +47,11 @@ def from_arrays(
     name: str = "arrays",
     task: Task | None = None,
     classes: Sequence[str] | ArrayLike | None = None,
+    groups: Mapping[str, ArrayLike] | None = None,
 ) -> Arrays:
     """A dataset from arrays; ``client`` names each sample's client, ``split`` its part (train, val, test).
+
+    ``groups`` are other groupings by name, for ``--partition group:NAME`` and ``--split-by``.
 
     Without a task, whole numbers and text in y mean classification, truth values (samples, k) multi-label
     classification, and floating-point numbers regression. ``classes`` names all classes in their order, also those of
@@ -53,6 +59,7 @@ def from_arrays(
     """
     what = f"Dataset {name!r}"
     features, targets = _array(what, "x", x), _array(what, "y", y)
+    named = {**({} if client is None else {"client": client}), **(groups or {})}
     targets = targets.astype(str) if targets.dtype.kind == "S" else targets
     if task is None:
         task = _task(what, targets)
@@ -67,28 +74,33 @@ def from_arrays(
         num_classes = len(names) or int(labels.max(initial=0)) + 1
     else:
         labels = _float32(what, "y", targets)
+    samples = _features(what, features)
     return Arrays(
         name=name,
-        x=_features(what, features),
+        x=samples,
         y=labels,
         num_classes=num_classes,
         split=None if split is None else _array(what, "split", split).astype(str),
-        groups={} if client is None else {"client": _array(what, "client", client).astype(str)},
+        groups={key: _array(what, key, members).astype(str) for key, members in named.items()},
         class_names=names,
         multilabel=task == "multilabel",
+        preparation=images(samples.shape[1]) if samples.dtype == np.uint8 else None,
     )
 
 
 def from_npz(path: str | Path) -> Arrays:
-    """A dataset from an .npz file with the arrays x and y and, if there are any, client, split and classes."""
+    """A dataset from an .npz file with the arrays x and y and, if there are any, client, split and classes.
+
+    An array ``group_NAME`` is a grouping of that name.
+    """
     path = Path(path)
     content = _read_npz(path, optional=("client", "split", "classes"))
     given = {key: content.get(key) for key in ("client", "split", "classes")}
-    return from_arrays(content["x"], content["y"], name=path.stem, **given)  # type: ignore[arg-type]
+    return from_arrays(content["x"], content["y"], name=path.stem, groups=_groups(content), **given)  # type: ignore[arg-type]
 
 
 def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """A newcomer's samples, prepared as a federation's are, and their labels if there are any (-1: not known)."""
+    """A newcomer's samples, raw if they are images of bytes, and their labels if there are any (-1: not known)."""
     path = Path(path)
     content = _read_npz(path, optional=("y",), needed=("x",))
     return _features(str(path), content["x"]), content.get("y")
@@ -112,7 +124,14 @@ def from_folder(path: str | Path) -> Arrays:
     joined = {key: np.concatenate([content[key] for content in contents]) for key in contents[0]}
     client = np.repeat([file.stem for file in files], [len(content["x"]) for content in contents])
     name = path.resolve().name
-    return from_arrays(joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0])
+    return from_arrays(
+        joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0], groups=_groups(joined)
+    )
+
+
+def _groups(content: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The groupings among the arrays of a file, by name."""
+    return {key.removeprefix(GROUP): array for key, array in content.items() if key.startswith(GROUP)}
 
 
 def from_torch_dataset(ds: Any, name: str = "dataset") -> Arrays:
@@ -155,10 +174,9 @@ def _features(what: str, x: np.ndarray) -> np.ndarray:
         )
     if x.ndim == 4 and x.shape[3] in _CHANNELS and x.shape[1] not in _CHANNELS:
         x = x.transpose(0, 3, 1, 2)
-    features = _float32(what, "x", x)
     if x.ndim == 4 and x.dtype == np.uint8:
-        features /= 255
-    return features
+        return np.ascontiguousarray(x)
+    return _float32(what, "x", x)
 
 
 def _float32(what: str, key: str, values: np.ndarray) -> np.ndarray:
@@ -242,7 +260,8 @@ def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = (
             f"{path} cannot be read as an .npz file of plain arrays ({reason}); write it with "
             "np.savez(path, x=x, y=y) and no arrays of objects."
         ) from error
-    missing, strange = set(needed) - set(arrays), set(arrays) - {*needed, *optional}
+    known = {*needed, *optional, *(key for key in arrays if "y" in needed and key.startswith(GROUP))}
+    missing, strange = set(needed) - set(arrays), set(arrays) - known
     if missing or strange:
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected {' and '.join(needed)}"

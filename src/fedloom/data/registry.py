@@ -12,6 +12,7 @@ from fedloom.data import readers
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Dataset
 from fedloom.data.own import from_folder, from_npz
+from fedloom.data.tables import Roles, from_folder_of_tables, from_table, is_table
 
 ROOT_VARIABLE = "FEDLOOM_DATA"
 
@@ -46,12 +47,18 @@ def resolve_root(data_root: str | Path | None = None) -> Path:
     return Path(root).expanduser()
 
 
-def load(name_or_path: str | Path, data_root: str | Path | None = None) -> Arrays:
-    """A dataset by its name; or a user's own, from a path ending in .npz or a folder of one .npz per client.
+def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: Roles | None = None) -> Arrays:
+    """A dataset by its name; or a user's own: an .npz file, a table, or a folder with one of these per client.
 
-    A name goes before a folder of the same name: write ``./mnist`` for the folder.
+    A name goes before a folder of the same name: write ``./mnist`` for the folder. ``roles`` says which columns of a
+    table are no features.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    own = _own_table(path, roles or Roles()) if name not in _datasets() else None
+    if own is not None:
+        return own
+    if roles and roles[:2] != Roles()[:2]:
+        raise DataError(f"--target and --groups are for tables, .csv or .parquet; {name} is none. Leave them out.")
     if name in _datasets():
         known = dataset(name)
         return known.load(resolve_root(data_root) if known.files else Path())
@@ -61,10 +68,19 @@ def load(name_or_path: str | Path, data_root: str | Path | None = None) -> Array
         return from_folder(path)
     if path.is_file():
         raise DataError(
-            f'{name} is no .npz file; write your samples with np.savez("mine.npz", x=x, y=y) and give that file.'
+            f'{name} is no .npz file and no table (.csv, .parquet); write your samples with np.savez("mine.npz", x=x, '
+            "y=y) and give that file."
         )
     if "/" in name or os.sep in name:
         raise DataError(
             f"There is no folder {name}; give a folder with one .npz per client or a path that ends in .npz."
         )
     raise unknown("dataset", name, names())
+
+
+def _own_table(path: Path, roles: Roles) -> Arrays | None:
+    """A table, or a folder of tables; None for what is neither."""
+    if is_table(path):
+        return from_table(path, roles)
+    files = sorted(file for file in path.iterdir() if is_table(file)) if path.is_dir() else []
+    return from_folder_of_tables(path, files, roles) if files and not any(path.glob("*.npz")) else None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,90 @@ from torch import Tensor
 from fedloom.core.errors import DataError
 from fedloom.data.arrays import Arrays
 from fedloom.data.labels import coded
-from fedloom.data.own import from_arrays, from_torch_dataset
+from fedloom.data.own import from_arrays, from_torch_dataset, samples_from_npz
+from fedloom.data.preparation import Preparation
+from fedloom.data.tables import Roles, columns_of, from_table, is_columns, is_table, read_table, targets_of
 
 
-def as_arrays(dataset: Any) -> Arrays:
-    """Arrays, an (x, y) pair or a torch Dataset as checked arrays."""
+def as_arrays(dataset: Any, roles: Roles | None = None) -> Arrays:
+    """Arrays, an (x, y) pair, a table or a torch Dataset as checked arrays."""
     if isinstance(dataset, Arrays):
         return dataset
+    if is_columns(dataset):
+        return from_table(dataset, roles)
     if isinstance(dataset, tuple) and len(dataset) == 2:
         x, y = (part.detach().cpu() if isinstance(part, Tensor) else part for part in dataset)
         return from_arrays(x, y)
     return from_torch_dataset(dataset)
+
+
+def samples_from(path: str | Path) -> tuple[Any, Any]:
+    """A newcomer's samples and labels from a file; of a table, its columns, with the labels among them."""
+    path = Path(path)
+    return (read_table(path), None) if is_table(path) else samples_from_npz(path)
+
+
+def raw_samples(x: Any, preparation: Preparation) -> np.ndarray:
+    """Samples before they are prepared, checked to be of the kind that the preparation is for."""
+    if isinstance(x, str | Path):
+        x, _ = samples_from(x)
+    if is_columns(x):
+        if preparation.kind != "table":
+            raise DataError("Got a table; this federation's samples are images of bytes. Give an array of them.")
+        return preparation.encoded(columns_of(x), "The table")
+    raw = np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x)
+    if preparation.kind == "table":
+        if raw.dtype.kind not in "buif" or raw.ndim != 2 or raw.shape[1] != len(preparation.columns):
+            raise DataError(
+                f"Got samples of type {raw.dtype} and shape {raw.shape}; expected a table with the columns "
+                f"{', '.join(column.name for column in preparation.columns)}, by name and in any order."
+            )
+        return raw.astype(np.float64)
+    whole = raw.dtype == np.uint8 or (
+        raw.dtype.kind in "buif"
+        and raw.size > 0
+        and np.array_equal(raw, np.round(raw))
+        and 0 <= raw.min() <= raw.max() <= 255
+    )
+    if not whole:
+        raise DataError(
+            f"Got samples of type {raw.dtype} that are no bytes; this federation's samples are images of bytes, from 0 "
+            "to 255, which it centres and scales itself. Give them so."
+        )
+    return raw
+
+
+def prepared_samples(x: Any, shape: tuple[int, ...], preparation: Preparation | None) -> Tensor:
+    """Samples as networks take them: raw ones prepared, checked to be of that shape and finite."""
+    if preparation is not None:
+        raw = raw_samples(x, preparation)
+        if preparation.kind == "images":
+            raw = arranged(raw, shape)
+            if tuple(raw.shape[1:]) != shape:
+                return checked_samples(raw, shape)  # says what is wrong
+        return checked_samples(preparation.apply(raw), shape)
+    if is_columns(x):
+        raise DataError("Got a table; this federation's samples are arrays. Give an array of them.")
+    plain = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
+    if isinstance(plain, np.ndarray) and plain.dtype == np.uint8 and plain.ndim == 4:
+        return checked_samples(arranged(plain, shape).astype(np.float32) / 255, shape)
+    return checked_samples(x, shape)
+
+
+def arranged(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Samples with their channels first, if that gives them the shape."""
+    turned = (x.shape[-1], *x.shape[1:-1]) if x.ndim > 2 else ()
+    return np.ascontiguousarray(np.moveaxis(x, -1, 1)) if x.shape[1:] != shape and turned == shape else x
+
+
+def labels_among(x: Any, preparation: Preparation | None) -> Any:
+    """The labels that a table has besides its features; None without."""
+    if preparation is None or preparation.kind != "table" or not is_columns(x):
+        return None
+    columns = columns_of(x)
+    if not all(name in columns for name in preparation.targets):
+        return None
+    return targets_of(columns, preparation.targets, "The table", unknown=True)
 
 
 def checked_samples(x: Any, shape: tuple[int, ...]) -> Tensor:

@@ -49,7 +49,7 @@ app = simulated_app({options!r}, {folder!r})
 def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: Display) -> RunDirectory:
     """Train ``method`` with clients on Ray; the run directory is ``out``."""
     share_is_refused(options.server_data)
-    arrays = load(options.dataset, options.data_root)
+    arrays = load(options.dataset, options.data_root, options.roles)
     options = resolve(options, arrays)
     clients = split(options, arrays).clients
     for one in clients:
@@ -135,5 +135,5 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
 @cache  # workers of Ray live on
 def _federation(items: tuple[tuple[str, Any], ...]) -> Federation:
     options = build(RunOptions, dict(items))
-    arrays = load(options.dataset, options.data_root)
+    arrays = load(options.dataset, options.data_root, options.roles)
     return federation_of(options, arrays, split(options, arrays))

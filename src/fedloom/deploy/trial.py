@@ -15,6 +15,8 @@ from fedloom.clients.federation import SPLITS
 from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
 from fedloom.core.errors import DataError
+from fedloom.data.arrays import Arrays
+from fedloom.data.preparation import images_as_shares
 from fedloom.data.registry import load
 from fedloom.deploy.options import check_name
 from fedloom.models.spec import parse
@@ -34,12 +36,19 @@ class Trial:
 
 def about(dataset: str) -> dict[str, Any]:
     """The settings of an app that follow from its data."""
-    arrays = load(dataset)
+    arrays = _prepared(load(dataset))
     shape = "x".join(map(str, arrays.x.shape[1:]))
     if any("," in name for name in arrays.class_names):
         raise DataError(f"{dataset} has a class whose name has a comma, which separates names in an app; rename it.")
     classes = ",".join(arrays.class_names)
     return {"input_shape": shape, "num_outputs": arrays.num_outputs, "classes": classes, "task": arrays.task}
+
+
+def _prepared(arrays: Arrays) -> Arrays:
+    """Bytes as shares of white; tables are not dealt."""
+    if arrays.preparation is None or arrays.preparation.kind == "images":
+        return arrays.prepared(images_as_shares(arrays.x.shape[1]))
+    raise DataError(f"{arrays.name} is a table; a trial takes prepared samples, as an .npz file. Write one.")
 
 
 def check(trial: Trial) -> None:
@@ -58,7 +67,7 @@ def network(trial: Trial, number: int, shape: tuple[int, ...]) -> str:
 
 def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> dict[str, Path]:
     """``{client: file}``, each with its own samples; newcomers' training samples have no labels."""
-    arrays = load(trial.dataset)
+    arrays = _prepared(load(trial.dataset))
     given: Mapping[str, Any] = {"clients": nodes, "unseen": newcomers, "seed": seed, "partition": trial.partition}
     found = {}
     clients = split(build(RunOptions, given), arrays).clients

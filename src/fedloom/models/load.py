@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import DataError
 from fedloom.core.trees import Params, Tree, leaves, unflatten
+from fedloom.data.preparation import Preparation
 from fedloom.models.spec import parse
 
 
@@ -20,11 +22,52 @@ def load_model(path: str | Path, model: str, input_shape: tuple[int, ...], num_o
     """The network ``model`` with the parameters in ``path``, of the type they have there, in evaluation mode."""
     spec, tensors = parse(model, input_shape, num_outputs), safetensors.torch.load_file(path)
     with safetensors.safe_open(path, "pt") as file:
-        form = (file.metadata() or {}).get(PREDICTOR)
+        metadata = file.metadata() or {}
+    form, preparation = metadata.get(PREDICTOR), metadata.get("preparation")
     if form is not None and form not in PREDICTORS:
         raise DataError(f"{path} has a predictor {form!r}, which this version of fedloom does not know; update it.")
     module = spec.build() if form is None else PREDICTORS[form].around(spec.build, num_outputs)
-    return fill(module, tensors, str(path)).eval()
+    module = fill(module, tensors, str(path)).eval()
+    return with_preparation(module, Preparation.of_text(preparation)) if preparation else module
+
+
+def with_preparation(module: nn.Module, preparation: Preparation | None) -> nn.Module:
+    """A network that takes raw samples, where there is a preparation for them."""
+    return module if preparation is None else Prepared(module, preparation).eval()
+
+
+class Prepared(nn.Module):
+    """A network behind the preparation of its samples: of images of bytes, or of a table's columns as numbers."""
+
+    network: nn.Module
+    column: Tensor
+    fill: Tensor
+    mean: Tensor
+    scale: Tensor
+    is_category: Tensor
+
+    def __init__(self, network: nn.Module, preparation: Preparation) -> None:
+        super().__init__()
+        self.network, self.preparation = network, preparation
+        tensors = [*network.parameters(), *network.buffers()]
+        like = next((one for one in tensors if one.is_floating_point()), torch.zeros(()))
+        self.dtype = like.dtype
+        for name, values in preparation.expanded()._asdict().items():
+            # in float64, as when the network was trained: numbers can be large and near each other
+            self.register_buffer(name, torch.as_tensor(values, device=like.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The network's outputs."""
+        if self.preparation.kind == "images":
+            mean, scale = (one.to(self.dtype)[:, None, None] for one in (self.mean, self.scale))
+            found: Tensor = self.network((x.to(self.dtype) - mean) / scale)
+            return found
+        values = x.to(torch.float64)[:, self.column]
+        values = torch.where(torch.isnan(values), self.fill, values)
+        is_it = (values == self.mean).to(torch.float64)
+        features = torch.where(self.is_category, is_it, (values - self.mean) / self.scale)
+        outputs: Tensor = self.network(features.to(self.dtype))
+        return outputs
 
 
 def form_of(module: nn.Module) -> dict[str, str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import safetensors.torch
 from torch import nn
 
-from fedloom.models.load import form_of
+from fedloom.data.preparation import Preparation
+from fedloom.models.load import form_of, with_preparation
 from fedloom.models.spec import ModelSpec
 from fedloom.runs.files import file_name, write_file, writing
 from fedloom.runs.portable import SAFETENSORS, write_portable
@@ -24,10 +25,12 @@ CODE = "code"
 def export(
     folder: Path, client: str, module: nn.Module, spec: ModelSpec, method: str, stem: str = "",
     form: str = SAFETENSORS, *, classes: Sequence[str] = (),
+    preparation: Preparation | None = None,
 ) -> Path:  # fmt: skip
     """Write ``client-ID.safetensors`` (a state dict) and ``client-ID.py``, which loads it; or by another ``stem``.
 
-    ``classes`` are the names of the outputs, written beside the parameters as a list in JSON.
+    ``classes`` are the names of the outputs, written beside the parameters as a list in JSON, and so is
+    ``preparation``: the model in each file takes raw samples.
 
     A network of the user's own is copied beside them, so that they can be moved to where it is not. As ``onnx`` or
     ``pt2`` it is one file, which needs neither.
@@ -38,8 +41,11 @@ def export(
     about = {"client": client, "method": method, "model": str(spec)}
     if classes:
         about["classes"] = json.dumps(list(classes))
+    if preparation:
+        about["preparation"] = preparation.as_text()
     if form != SAFETENSORS:
-        return write_portable(folder / stem, form, module, spec.input_shape, about)
+        whole = with_preparation(module.cpu(), preparation)
+        return write_portable(folder / stem, form, whole, spec.input_shape, about, preparation)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     metadata = {**about, "format": "pt", **form_of(module)}

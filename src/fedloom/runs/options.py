@@ -8,14 +8,23 @@ from typing import Literal
 
 from fedloom.core.config import check, flag, option
 from fedloom.core.errors import ConfigError
+from fedloom.data.tables import Roles
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Federation, schedule and machine."""
 
-    dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
+    dataset: str = option(
+        "digits", "A dataset's name, an .npz file, a table (.csv, .parquet), or a folder with one per client."
+    )
     data_root: str | None = option(None, "Where published files lie; without it, the variable FEDLOOM_DATA.")
+    target: str | None = option(
+        None, "Of a table: the column that is predicted, or several separated by commas; without it, y."
+    )
+    groups: str | None = option(
+        None, "Of a table: columns that say whose a sample is, or are no features, separated by commas."
+    )
     partition: str = option(
         "auto",
         "How samples are split over clients: see `fedloom datasets`; auto: by the clients that the data name, or "
@@ -151,6 +160,11 @@ class RunOptions:
             raise ConfigError(
                 f"--cohort is {self.cohort:g}, but there are {self.clients} clients; ask at most as many as there are."
             )
+
+    @property
+    def roles(self) -> Roles:
+        """Which columns of a table are no features."""
+        return Roles.of(self.target, self.groups, self.task)
 
     @property
     def named_unseen(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedloom.core.errors import NeedsError, unknown
+from fedloom.data.preparation import Preparation
 from fedloom.runs.files import write_file, writing
 
 TOLERANCE = 1e-5
@@ -32,9 +33,17 @@ SAFETENSORS = "safetensors"
 
 
 def write_portable(
-    path: Path, form: str, module: nn.Module, input_shape: tuple[int, ...], about: Mapping[str, str]
+    path: Path,
+    form: str,
+    module: nn.Module,
+    input_shape: tuple[int, ...],
+    about: Mapping[str, str],
+    preparation: Preparation | None = None,
 ) -> Path:
-    """Write ``module`` as ``form``, onnx or pt2, at ``path`` with that ending; ``about`` goes into the file."""
+    """Write ``module`` as ``form``, onnx or pt2, at ``path`` with that ending; ``about`` goes into the file.
+
+    ``preparation``: the module takes raw samples, of which it prepares those of ``input_shape``.
+    """
     if form not in FORMS:
         raise unknown("format", form, [SAFETENSORS, *FORMS])
     path = path.with_name(f"{path.name}.{form}")
@@ -42,6 +51,8 @@ def write_portable(
     module = module.cpu().eval()
     draws = torch.Generator().manual_seed(0)
     samples = [torch.randn(number, *input_shape, generator=draws, dtype=kind) for number in BATCHES]
+    if preparation:
+        samples = [_raw(x, preparation) for x in samples]
     with torch.no_grad():
         wanted = [module(x) for x in samples]
         data, run = FORMS[form](module, samples[-1], dict(about))
@@ -57,6 +68,20 @@ def write_portable(
             )
     write_file(path, data)
     return path
+
+
+def _raw(x: Tensor, preparation: Preparation) -> Tensor:
+    """Samples such as could have been there before ``x`` was prepared."""
+    if preparation.kind == "images":
+        return (128 + 50 * x).clamp(0, 255).round()
+    draws = x[:, :1].abs() * 7
+    columns = [
+        column.mean + column.scale * draws if column.categories is None else (draws % max(1, column.size)).floor()
+        for column in preparation.columns
+    ]
+    raw = torch.cat([column.to(x.dtype) for column in columns], 1)
+    raw[0, 0] = torch.nan  # what is missing has its own way through
+    return raw
 
 
 Run = Callable[[Tensor], Tensor]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import RunError
+from fedloom.data.preparation import Preparation
 
 FORMAT = 1
 
@@ -41,6 +42,8 @@ class Roster(NamedTuple):
     target_shape: tuple[int, ...]
     """The shape of one target; () for a label."""
     members: Sequence[Member]
+    preparation: Preparation | None = None
+    """How raw samples become those that networks take; None where they are given as networks take them."""
 
     @property
     def classes(self) -> list[str]:
@@ -65,9 +68,30 @@ class Roster(NamedTuple):
             }
             for member in self.members
         ]
-        form = {name: value for name, value in self._asdict().items() if name != "members"}
         named = [{"name": name, "parameters": size} for name, size in models]
-        return {"format": FORMAT, **form, "models": named, "clients": clients}
+        return {"format": FORMAT, **self.form_as_json(), "models": named, "clients": clients}
+
+    def form_as_json(self) -> dict[str, Any]:
+        """The form of the samples."""
+        form = {name: value for name, value in self._asdict().items() if name not in ("members", "preparation")}
+        return {**form, **({"preparation": self.preparation.as_json()} if self.preparation else {})}
+
+    @classmethod
+    def of_form(cls, form: Mapping[str, Any], members: Sequence[Member]) -> Roster:
+        """A roster of these members, whose samples are of that form; ValueError and its like for what is none."""
+        preparation = Preparation.of_json(form["preparation"]) if form.get("preparation") else None
+        shape = tuple(map(int, form["input_shape"]))
+        if preparation and not preparation.fits(shape):
+            raise ValueError("samples are prepared for another shape")
+        return cls(
+            shape,
+            int(form["num_outputs"]),
+            int(form["num_classes"]),
+            tuple(map(str, form["class_names"])),
+            tuple(map(int, form["target_shape"])),
+            members,
+            preparation,
+        )
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any], where: str) -> Roster:
@@ -87,13 +111,6 @@ class Roster(NamedTuple):
                     raise TypeError("a network's name is text")
                 labels = tuple(map(int, one.get("labels", ())))
                 members.append(Member(str(one["id"]), bool(one["unseen"]), name, size, samples, labels))
-            return cls(
-                tuple(map(int, content["input_shape"])),
-                int(content["num_outputs"]),
-                int(content["num_classes"]),
-                tuple(map(str, content["class_names"])),
-                tuple(map(int, content["target_shape"])),
-                members,
-            )
+            return cls.of_form(content, members)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunError(f"{where} is damaged: it is not the roster of a run; restore it.") from error

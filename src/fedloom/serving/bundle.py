@@ -72,7 +72,7 @@ def make_bundle(run: Run, path: str | Path | None = None) -> Path:
         "round": {"participants": server.round, **({"newcomers": others.round} if joins else {})},
         "options": {name: getattr(server.options, name) for name in KEPT},
         "config": asdict(_config(server)),
-        "form": {name: value for name, value in server.roster._asdict().items() if name != "members"},
+        "form": server.roster.form_as_json(),
         "architectures": architectures(server),
         "clients": len(server.setup.clients),
         "newcomer": name_of_newcomer(others.roster) if joins else None,
@@ -373,15 +373,11 @@ class Frame:
         self.manifest, self.method = manifest, method
         self.options, self.config = parse_options(method, given)
         self.algorithm: Algorithm = algorithm_of(method, self.options)
-        form = manifest["form"]
         members = [
             Member(f"architecture {row}", False, one["name"], one["parameters"], {"train": 0, "val": 0, "test": 0})
             for row, one in enumerate(manifest["architectures"])
         ]
-        self.roster = Roster(
-            tuple(form["input_shape"]), form["num_outputs"], form["num_classes"], tuple(form["class_names"]),
-            tuple(form["target_shape"]), members,
-        )  # fmt: skip
+        self.roster = Roster.of_form(manifest["form"], members)
         chosen, dtype = device_of(self.options.device), getattr(torch, self.options.dtype)
         self.models = models_of(self.roster, chosen, dtype)
         self.setup: Setup[Any] = Setup(

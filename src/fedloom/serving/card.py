@@ -10,6 +10,7 @@ import numpy as np
 
 from fedloom.reports.privacy import statement
 from fedloom.runs.directory import PRIVACY, RunDirectory
+from fedloom.runs.roster import Roster
 from fedloom.training.server import Server
 
 LEVEL = 0.95
@@ -26,7 +27,7 @@ def card_of(server: Server, directory: RunDirectory, joins: str | None) -> dict[
         "data": _data(server, directory),
         "samples": {
             "shape": list(roster.input_shape),
-            "prepared": "as the federation's were: the same scaling and order of axes",
+            "prepared": _prepared(roster),
             "classes": list(roster.class_names) or roster.num_classes,
             "outputs": roster.num_outputs,
         },
@@ -36,6 +37,16 @@ def card_of(server: Server, directory: RunDirectory, joins: str | None) -> dict[
         "limits": _limits(server, joins),
         "privacy": _privacy(directory, server),
     }
+
+
+def _prepared(roster: Roster) -> str:
+    """How samples are to be given."""
+    if roster.preparation is None:
+        return "as the federation's were: the same scaling and order of axes"
+    if roster.preparation.kind == "images":
+        return "raw: bytes from 0 to 255, which are centred and scaled by what is in the bundle"
+    names = ", ".join(column.name for column in roster.preparation.columns)
+    return f"raw: a table with the columns {names}, by name, which is prepared by what is in the bundle"
 
 
 def architectures(server: Server) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.api import Admission, checked_for
 from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
-from fedloom.data.own import samples_from_npz
+from fedloom.data.samples import samples_from
 from fedloom.runs.checkpoint import digest
 from fedloom.runs.files import to_json, write_file, writing
 from fedloom.runs.portable import SAFETENSORS
@@ -127,7 +127,7 @@ def versions(data: Path, every: float) -> Iterator[tuple[Any, Any]]:
         now = digest(data.read_bytes()) if data.is_file() else ""
         if now != last:
             last = now
-            yield samples_from_npz(data)
+            yield samples_from(data)
         time.sleep(every)
 
 

@@ -83,6 +83,7 @@ class Weaver:
             "model": str(given.model.spec),
             "input_shape": ",".join(map(str, frame.roster.input_shape)),
             "num_outputs": str(frame.roster.num_outputs),
+            **({"preparation": frame.roster.preparation.as_text()} if frame.roster.preparation else {}),
             **({"classes": json.dumps(frame.roster.class_names)} if frame.roster.class_names else {}),
         }
         return write_tensors(tensors, metadata)

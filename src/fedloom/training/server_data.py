@@ -13,8 +13,10 @@ from fedloom.core.contract import Model, ServerData
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.task import Task
 from fedloom.data.arrays import Arrays, digest_of
-from fedloom.data.own import samples_from_npz
+from fedloom.data.preparation import Preparation, images_as_shares
 from fedloom.data.registry import load
+from fedloom.data.samples import prepared_samples, samples_from
+from fedloom.data.tables import SUFFIXES, Roles, is_table
 
 
 class Form(NamedTuple):
@@ -26,11 +28,19 @@ class Form(NamedTuple):
     target_shape: tuple[int, ...]
     """Of one target; () for a label."""
     class_names: tuple[str, ...] = ()
+    preparation: Preparation | None = None
 
     @classmethod
-    def of(cls, model: Model, task: Task, target_shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> Form:
+    def of(
+        cls,
+        model: Model,
+        task: Task,
+        target_shape: tuple[int, ...] = (),
+        names: tuple[str, ...] = (),
+        preparation: Preparation | None = None,
+    ) -> Form:
         """As this model takes them and this task has them."""
-        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape, names)
+        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape, names, preparation)
 
 
 class ServerSamples(NamedTuple):
@@ -63,11 +73,16 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
 
     A file needs labels only if they are wanted.
     """
-    if not labelled and Path(name).suffix == ".npz":
-        x, y = samples_from_npz(Path(name).expanduser())[0], None
+    path = Path(name).expanduser()
+    if not labelled and path.suffix in (".npz", *SUFFIXES):
+        x, y = samples_from(path)[0], None
+        if form.preparation or not isinstance(x, np.ndarray) or x.dtype == np.uint8:
+            x = prepared_samples(x, form.shape, form.preparation).numpy()
         arrays, classes, targets = None, 0, ()
     else:
-        arrays = load(name, data_root)
+        arrays = load(name, data_root, _roles(path, form))
+        if arrays.preparation:  # bytes among samples that are not raw are shares of white, as they are of a newcomer
+            arrays = arrays.prepared(form.preparation or images_as_shares(arrays.x.shape[1]))
         rows = slice(None) if arrays.split is None else arrays.split == "train"
         x, y, classes, targets = arrays.x[rows], arrays.y[rows], arrays.num_classes, tuple(arrays.y.shape[1:])
     what = f"--server-data {name}"
@@ -89,6 +104,13 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
     if labelled and arrays and classes and _are_named_alike(arrays, form):
         y = arrays.with_classes(form.class_names, form.num_classes).y[rows]
     return ServerSamples(x, y if labelled else None, name)
+
+
+def _roles(path: Path, form: Form) -> Roles | None:
+    """Which columns of the server's table are no features: those of the clients'."""
+    if form.preparation is None or form.preparation.kind != "table" or not is_table(path):
+        return None
+    return Roles(form.preparation.targets)
 
 
 def _are_named_alike(arrays: Arrays, form: Form) -> bool:

@@ -20,6 +20,7 @@ from fedloom.core.random import stream
 from fedloom.core.task import MULTILABEL, REGRESSION, TASKS, Task
 from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
+from fedloom.data.preparation import Preparation
 from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
@@ -117,13 +118,17 @@ def server_rows(options: RunOptions, arrays: Arrays) -> np.ndarray:
 class Simulation(Trainer):
     """A federation whose clients live in this process, built from options and data."""
 
-    def __init__(self, method: str, options: RunOptions, config: Any, arrays: Arrays) -> None:
+    def __init__(
+        self, method: str, options: RunOptions, config: Any, arrays: Arrays, preparation: Preparation | None = None
+    ) -> None:
+        """``preparation`` is the run's own; without it, raw samples are prepared by what their training data say."""
         algorithm, self.arrays = algorithm_of(method, options), arrays
         options = resolve(options, arrays)
         given = options.threads
         THREADS.set(given or min(THREADS.usual(), cores(), MOST_THREADS))
         self.partition = split(options, arrays)
-        federation = federation_of(options, arrays, self.partition)
+        self.preparation = preparation or fitted(arrays, self.partition)
+        federation = federation_of(options, arrays, self.partition, self.preparation)
         participants = federation.participants
         cohort = options.cohort_of(len(participants), algorithm.cohort)
         workers = options.workers or cores()
@@ -145,7 +150,7 @@ class Simulation(Trainer):
             options.rounds, own, engine.replay,
         )  # fmt: skip
         engine.machine.take_over(federation.device)
-        server = Server(method, algorithm, options, roster_of(federation, arrays), setup)
+        server = Server(method, algorithm, options, roster_of(federation, arrays, self.preparation), setup)
         # elsewhere than on a GPU nobody would work while the checks are read
         super().__init__(server, engine, reason, looks_ahead=federation.device.type == "cuda")
         light = num_bytes(server.state._asdict()) < HEAVY_SERVER
@@ -167,13 +172,14 @@ class Simulation(Trainer):
         labelled = needs.server_data == "labelled"
         if isinstance(options.server_data, str):
             model, targets = next(iter(federation.models.values())), tuple(self.arrays.y.shape[1:])
-            form = Form.of(model, federation.task, targets, self.arrays.class_names)
+            form = Form.of(model, federation.task, targets, self.arrays.class_names, self.preparation)
             return read(options.server_data, options.data_root, form, labelled=labelled)
         rows = server_rows(options, self.arrays)
         if not len(rows):
             return None
         source = f"{options.server_share:g} of the training data"
-        return ServerSamples(self.arrays.x[rows], self.arrays.y[rows] if labelled else None, source)
+        x = self.arrays.prepared(self.preparation).x[rows]
+        return ServerSamples(x, self.arrays.y[rows] if labelled else None, source)
 
     @cached_property
     def data_digest(self) -> str:
@@ -202,7 +208,14 @@ class Simulation(Trainer):
         return self.server.admit(session, newcomers), session.memory
 
 
-def roster_of(federation: Federation, arrays: Arrays) -> Roster:
+def fitted(arrays: Arrays, parts: Partition) -> Preparation | None:
+    """How raw samples are prepared, by participants' training data; None for samples that are not raw."""
+    if arrays.preparation is None:
+        return None
+    return arrays.preparation.fit(arrays.x[np.concatenate([client.train for client in parts.participants])])
+
+
+def roster_of(federation: Federation, arrays: Arrays, preparation: Preparation | None = None) -> Roster:
     """The roster of a simulated federation."""
     model = next(iter(federation.models.values()))
     classes = arrays.num_classes if len(federation.roster) <= PANEL else 0
@@ -218,11 +231,14 @@ def roster_of(federation: Federation, arrays: Arrays) -> Roster:
         for client in federation.roster.values()
     ]
     names, targets = tuple(arrays.class_names or ()), tuple(federation.y.shape[1:])
-    return Roster(model.input_shape, model.num_outputs, arrays.num_classes, names, targets, members)
+    return Roster(model.input_shape, model.num_outputs, arrays.num_classes, names, targets, members, preparation)
 
 
-def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Federation:
-    """The clients of a simulation, with their data and models."""
+def federation_of(
+    options: RunOptions, arrays: Arrays, parts: Partition, preparation: Preparation | None = None
+) -> Federation:
+    """The clients of a simulation, with their data and models; raw data are prepared by ``preparation``."""
+    arrays = arrays.prepared(preparation)
     device, dtype = device_of(options.device), getattr(torch, options.dtype)
     task = task_of(options.task, arrays)
     outputs = arrays.num_outputs
@@ -240,7 +256,7 @@ def federation_of(options: RunOptions, arrays: Arrays, parts: Partition) -> Fede
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
         rows = np.concatenate([np.empty(0, dtype=np.int64), *held])
         x = x.copy()
-        low, high = x.min(), x.max()
+        low, high = (x.min(), x.max()) if preparation is None else preparation.ends
         x[rows] = apply_shift(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
