@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reports of the gallery, and their pictures: ``python benchmarks/gallery.py`` (minutes; needs Chromium).
 
-Runs and reports go to ``runs/gallery``, pictures to ``docs/img``. Settings are those of ``scripts/demo``.
+Runs and reports go to ``runs/gallery``, pictures to ``docs/img``. Settings are those of ``scripts/demo``; its
+report is the README's picture.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ def main() -> None:
     loom.admission_curve()
     weights = {"start": "alive", "embed_init": "random", "server_lr": 0.05}
     aggregated = fedloom.run("hypergenfl", out=OUT / "hypergenfl", **{**FEDERATION, **weights})
+    demo = [path for path in sorted((OUT / "compared").iterdir()) if not path.name.startswith("fedper")]
     reports = {
         "loom": (write([loom.path], OUT / "loom.html"), "light", 0),
         "hypergenfl": (write([aggregated.path], OUT / "hypergenfl.html"), "light", "#method"),
+        "demo": (write(demo, OUT / "demo.html", "fedavg"), "light", 0),
         "comparison": (write([OUT / "compared"], OUT / "comparison.html", "fedavg"), "light", 0),
         "dark": (OUT / "comparison.html", "dark", 0),
     }

@@ -102,6 +102,19 @@ def write_rounds(
     return best
 
 
+def broken(run: RunDirectory, clients: int) -> RunDirectory:
+    """The run with a regression's error for a metric, which is no finite number for the first clients."""
+    lines = run.lines(SCORES)
+    (run.path / SCORES).unlink()
+    for line in lines:
+        values = [*[None] * min(clients, len(line["metric"])), *line["metric"][clients:]]
+        run.append_to(SCORES, {**line, "name": "rmse", "higher_is_better": False, "metric": values})
+    summary = run.summary()
+    assert summary is not None
+    run.write_summary({**summary, "metric": "rmse", "best": {"round": summary["best"]["round"]}})
+    return run
+
+
 def summary_of(run: RunDirectory, best: dict[str, Any]) -> dict[str, Any]:
     """As training ends with."""
     records = run.records()

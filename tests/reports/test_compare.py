@@ -71,6 +71,22 @@ def test_runs_of_unlike_federations_are_said_to_be(tmp_path):
     assert compare([write_run(tmp_path / "d", dataset="digits", clients=4, local_lr=0.3), tmp_path / "a"]).unlike == ""
 
 
+def test_the_same_run_twice_is_one_seed(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    found = compare([tmp_path])
+    assert found.rows[0].seeds == (0,) and found.rows[0].best == Spread(0.5, None)
+    assert found.left_out == (f"{tmp_path / 'b'} is left out: it has the config and the seed of {tmp_path / 'a'}.",)
+
+
+def test_another_metric_is_no_comparison(tmp_path):
+    for name in ("accuracy", "rmse"):
+        path = write_run(tmp_path / name, method=f"by_{name}")
+        file = path / "summary.json"
+        file.write_text(file.read_text().replace("accuracy", name))
+    assert "they differ in metric (accuracy, rmse)" in compare([tmp_path]).unlike
+
+
 def test_an_adapted_run_is_a_row_of_its_own(tmp_path):
     write_run(tmp_path / "a", adapt="none")
     write_run(tmp_path / "b", adapt="prior")

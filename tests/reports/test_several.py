@@ -7,7 +7,7 @@ from fedloom.core.errors import ConfigError, RunError
 from fedloom.reports import several as module
 from fedloom.reports.report import chart, page, write
 from fedloom.reports.several import cells, several
-from made import made_run
+from made import broken, made_run
 
 
 @pytest.fixture
@@ -68,6 +68,14 @@ def test_runs_of_other_federations_are_not_compared(tmp_path: Path) -> None:
     made = page([tmp_path])
     assert "These runs are not of one federation" in made.refusal
     assert "pairs" not in [section.id for section in made.sections]
+
+
+def test_a_method_is_not_flattered_by_clients_that_it_lost(tmp_path: Path) -> None:
+    for method, lost in (("fedavg", 0), ("pfedhn", 4)):
+        broken(made_run(tmp_path / method, method=method), lost)
+    made = page([tmp_path])
+    assert any("no finite number: pFedHN 4." in text for text in made.warnings)
+    assert [tile.value == "–" for tile in made.tiles] == [False, True]
 
 
 def test_another_split_is_not_paired(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fedloom.reports.facts import Facts
 from fedloom.reports.single import charts_of, page_of, warnings
 from fedloom.runs.directory import SCORES, RunDirectory
 from fedloom.runs.records import scores_line
-from made import made_run
+from made import broken, made_run
 
 ERROR = {"name": "absolute_error", "higher_is_better": False}
 
@@ -54,6 +54,14 @@ def record(number: int, **more: Any) -> dict[str, Any]:
         "round": number, "clients": 2, "dropped": [], "bytes": {"down": 1, "up": 1}, "seconds": {"round": 0.1},
         "diagnostics": {"local_loss": 1.0}, "notes": [], **more,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", [5, 12])
+def test_clients_whose_models_came_apart_are_said(tmp_path: Path, lost: int) -> None:
+    run = broken(made_run(tmp_path / "run", clients=12), lost)
+    made = page_of(facts(run))
+    assert made.tiles[0].value == "–" and "rmse of – over 12 clients" in made.verdict[0]
+    assert any(text.startswith(f"{lost} of 12 clients have a rmse that is no finite number") for text in made.warnings)
 
 
 def test_a_federation_of_machines_has_no_class_counts(tmp_path: Path) -> None:

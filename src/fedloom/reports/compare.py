@@ -97,7 +97,12 @@ def compare(paths: Iterable[Path | str]) -> Comparison:
         raise RunError("There is no finished run to compare. " + " ".join(left_out))
     groups: dict[str, list[_Finished]] = {}
     for one in finished:
-        groups.setdefault(repr((_method(one), sorted(_compared(one).items()))), []).append(one)
+        group = groups.setdefault(repr((_method(one), sorted(_compared(one).items()))), [])
+        same = next((known for known in group if known.config["seed"] == one.config["seed"]), None)
+        if same is None:
+            group.append(one)
+        else:  # it would count as another seed, and make a spread smaller than it is
+            left_out.append(f"{one.path} is left out: it has the config and the seed of {same.path}.")
     differing = _differing([_compared(group[0]) for group in groups.values()])
     rows = tuple(_row(group, differing) for group in groups.values())
     return Comparison(rows, tuple(left_out), _unlike([group[0] for group in groups.values()], differing))
@@ -109,6 +114,9 @@ def _unlike(runs: Sequence[_Finished], differing: set[str]) -> str:
         if name in differing:
             seen = dict.fromkeys(str(_plain(run.config[name])) for run in runs if name in run.config)
             parts.append(f"{name} ({', '.join(seen)})")
+    metrics = dict.fromkeys(str(run.summary["metric"]) for run in runs)
+    if len(metrics) > 1:
+        parts.append(f"metric ({', '.join(metrics)})")
     if not parts:
         return ""
     return f"These runs are not of one federation: they differ in {' and '.join(parts)}. Compare rows that agree in it."

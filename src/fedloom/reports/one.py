@@ -145,6 +145,8 @@ def histogram(facts: Facts) -> Chart | None:
     if scores is None or len(scores.clients) < 10:
         return None
     values = scores.metric[np.isfinite(scores.metric)]
+    if not len(values):
+        return None
     bounds = (0.0, 1.0) if facts.is_share else (float(values.min()), float(values.max()) + 1e-12)
     counts, edges = np.histogram(values, bins=20, range=bounds)
     shown = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedloom.reports.facts import Facts
 from fedloom.reports.one import measure, tested, words
 from fedloom.reports.page import Block, Page, Section, Tile, chart_block, code_block, table_block, text_block
 from fedloom.reports.paired import Paired, paired
+from fedloom.reports.single import lost_of
 from fedloom.reports.statistics import Interval, over_seeds, worst_tenth
 from fedloom.reports.tables import Cells, as_csv, as_latex, as_markdown
 from fedloom.runs.directory import RunDirectory
@@ -162,7 +164,7 @@ def cells(found: Several) -> Cells:
 
 
 def _interval(found: Interval | None, share: bool, *, sign: bool = False) -> str:
-    if found is None:
+    if found is None or not isfinite(found.mean):
         return "–"
     scale, digits = (100, 1) if share else (1, 4)
     mean = f"{scale * found.mean:{'+' if sign else ''}.{digits}f}"
@@ -383,7 +385,8 @@ def _alone(method: Method) -> str:
     mean, metric = method.over_seeds("mean"), words(method.row.metric)
     unit = "%" if method.first.is_share else ""
     value = _interval(mean, method.first.is_share) + unit
-    return f"{method.label} reaches a mean test {metric} of {value} over {len(method.runs)} seeds."
+    seeds = f"{len(method.runs)} seed{'s' * (len(method.runs) != 1)}"
+    return f"{method.label} reaches a mean test {metric} of {value} over {seeds}."
 
 
 def _tile(method: Method, share: bool) -> Tile:
@@ -430,6 +433,14 @@ def _warnings(found: Several) -> list[str]:
         told.append("The methods have unequal numbers of seeds; a difference is of the seeds that both have.")
     if any(len(method.runs) < 2 for method in found.methods):
         told.append("With one seed nothing is said about a method: another seed may turn the order round.")
+    scored = {m.label: [s for f in m.runs.values() if (s := f.scores(f.shown)) is not None] for m in found.methods}
+    lost = {label: sum(map(lost_of, scores)) for label, scores in scored.items()}
+    if any(lost.values()):
+        listed = ", ".join(f"{label} {number}" for label, number in lost.items() if number)
+        told.append(
+            f"Clients whose score is no finite number: {listed}. Differences are of the others, and flatter these "
+            "methods."
+        )
     updates = {method.label: method.updates for method in found.methods}
     if max(updates.values()) > 1.05 * min(updates.values()):
         listed = ", ".join(f"{label} {number:,.0f}" for label, number in updates.items())

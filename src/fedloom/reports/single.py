@@ -7,11 +7,14 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from math import isfinite
 from typing import Any
+
+import numpy as np
 
 from fedloom.reports import one
 from fedloom.reports.charts import Chart
-from fedloom.reports.facts import Facts
+from fedloom.reports.facts import Facts, Scores
 from fedloom.reports.one import FEW_SAMPLES, pooled_samples, words
 from fedloom.reports.page import (
     Block,
@@ -70,9 +73,14 @@ def page_of(facts: Facts, *, quick: bool = False) -> Page:
 
 def value(facts: Facts, number: float | None) -> str:
     """The metric as people write it."""
-    if number is None:
+    if number is None or not isfinite(number):
         return "–"
     return f"{number:.1%}" if facts.is_share else f"{number:.4g}"
+
+
+def lost_of(scores: Scores) -> int:
+    """How many clients have a score that is no finite number."""
+    return int((~np.isfinite(scores.metric)).sum())
 
 
 def verdict(facts: Facts) -> list[str]:
@@ -112,6 +120,12 @@ def warnings(facts: Facts) -> list[str]:
     if facts.best and facts.finished and facts.shown == last and len(facts.evaluated) > 1:
         found.append("The best round is the last one: more rounds may raise the result.")
     if scores is not None:
+        lost = lost_of(scores)
+        if lost:
+            found.append(
+                f"{lost} of {len(scores.clients)} clients have a {words(facts.metric)} that is no finite number: their "
+                "models came apart, and a mean over all has no value."
+            )
         few = int((scores.samples < FEW_SAMPLES).sum())
         if few:
             found.append(
