@@ -178,6 +178,16 @@ def test_ranges_are_pieces_of_the_whole(made, serve) -> None:
     assert head.status == 200 and not head.body and head.headers["content-length"] == str(size)
 
 
+def test_only_what_is_got_has_ranges(made, serve) -> None:
+    _, path = made("pfedhn")
+    at = serve(path)
+    (part, *_) = at.service.card()["parts"].values()
+    head = ask(at.url, part["url"], "HEAD", Range="bytes=0-9")
+    assert head.status == 200 and head.headers["content-length"] == str(part["bytes"])
+    vector = write_tensors({"vector": torch.zeros(at.service.weaver.size)})
+    assert ask(at.url, "/v1/models", "POST", vector, Range="bytes=0-9").status == 200
+
+
 def test_parts_that_stay_are_not_handed_out(made, serve) -> None:
     _, path = made("pfedhn")
     at = serve(path)
@@ -277,6 +287,16 @@ def test_bodies_that_are_wrong_are_refused_in_a_sentence(made, serve) -> None:
     assert ask(at.url, "/v1", "DELETE").status == 405
 
 
+def test_a_vector_for_another_bundle_is_refused(made, serve) -> None:
+    """Or else a join that meets another bundle halfway would end with a model of both."""
+    _, path = made("pfedhn")
+    at = serve(path)
+    vector = write_tensors({"vector": torch.zeros(at.service.weaver.size)})
+    assert ask(at.url, "/v1/models", "POST", vector, Fedloom_Bundle=at.service.bundle.digest).status == 200
+    got = ask(at.url, "/v1/models", "POST", vector, Fedloom_Bundle="0" * 64)
+    assert got.status == 409 and "another bundle by now" in got.json["detail"]
+
+
 def test_a_failure_within_is_no_traceback(made, serve, monkeypatch) -> None:
     _, path = made("pfedhn")
     at = serve(path)
@@ -373,6 +393,8 @@ def test_settings_are_checked(tmp_path: Path, key: Path) -> None:
         Settings(client_ca=key)
     with pytest.raises(ConfigError, match="There is no file"):
         Settings(key=tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="--timeout is nan"):
+        Settings(timeout=float("nan"))
     (tmp_path / "bad").write_text("short")
     with pytest.raises(ConfigError, match="holds no key"):
         read_key(tmp_path / "bad")
@@ -389,6 +411,9 @@ def test_tokens_end(key: Path) -> None:
     token = make_token(read_key(key), Identity("client", "ä/3"), days=1, now=1000)
     assert identity_of(read_key(key), token, now=1000 + 86399) == Identity("client", "ä/3")
     assert identity_of(read_key(key), token, now=1000 + 86402) is None
+    for days in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="give a number of days"):
+            make_token(read_key(key), Identity("client", "0"), days=days)
     with pytest.raises(ConfigError, match="too long"):
         make_token(read_key(key), Identity("client", "x" * 2000))
 
@@ -505,6 +530,9 @@ def test_a_port_in_use_and_a_bad_bundle_are_one_sentence(made, tmp_path, capsys)
     from fedloom.cli.main import main
 
     _, path = made("pfedhn")
+    (tmp_path / "bad.pem").write_text("no certificate")
+    np.savez(tmp_path / "new.npz", x=np.zeros((2, 1, 8, 8)))
+    bad, data = str(tmp_path / "bad.pem"), str(tmp_path / "new.npz")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -512,7 +540,13 @@ def test_a_port_in_use_and_a_bad_bundle_are_one_sentence(made, tmp_path, capsys)
             ["serve", str(path), "--port", str(taken.getsockname()[1])],
             ["serve", str(tmp_path / "nothing")],
             ["serve", str(path), "--host", "0.0.0.0"],
+            ["serve", str(path), "--port", "0", "--workers", "2", "--tls-cert", bad, "--tls-key", bad],
             ["token", str(tmp_path / "key")],
+            ["token", str(tmp_path / "key"), "--client", "0", "--days", "nan"],
+            ["join", "http://127.0.0.1:x", "--data", data],
+            ["join", "http://[::1", "--data", data],
+            ["join", "https://127.0.0.1:9", "--data", data, "--ca", bad],
+            ["join", "http://127.0.0.1:9", "--data", data, "--token", __file__],
             ["bundle"],
         ):
             with pytest.raises(SystemExit) as end:

@@ -232,6 +232,55 @@ def test_slow_clients_are_let_go_and_hold_up_nobody(made, serve) -> None:
         raise AssertionError("still connected")
 
 
+def test_who_hangs_up_in_the_middle_is_no_failure_of_the_service(made, serve, caplog) -> None:
+    _, path = made("pfedhn")
+    at = serve(path)
+    with connected(at.url) as connection:
+        connection.sendall(b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nxx")
+    for _ in range(100):
+        if 'route="POST /v1/models",status' in at.service.counters.text():
+            break
+        time.sleep(0.02)
+    assert 'requests_total{route="POST /v1/models",status="400"} 1' in at.service.counters.text()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_answers_that_nobody_takes_do_not_fill_the_memory(made, monkeypatch) -> None:
+    """Of three that want 64 models and do not read, with room for two, one is told to come later."""
+    _, path = made("pfedhn")
+    service = Service(Bundle(path), Settings(rate=0))
+    body = write_tensors({"vector": torch.zeros(64, service.weaver.size)})
+    size = sum(map(len, service.weaver.weave(body, "")))
+    monkeypatch.setattr("fedloom.serving.app.HELD", 2 * size + 4 * len(body))
+    taken, found = asyncio.Event(), []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+        elif found[-1] == 200:
+            await taken.wait()
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/models", "query_string": b"", "headers": []}
+        pieces = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            return pieces.pop()
+
+        await service(scope, receive, send)
+
+    async def run() -> None:
+        waiting = [asyncio.create_task(ask()) for _ in range(3)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert found.count(503) == 1 and service.held > 2 * size
+        taken.set()
+        await asyncio.gather(*waiting)
+        await ask()
+
+    asyncio.run(run())
+    assert found.count(200) == 3 and service.held == 0
+
+
 def test_who_does_not_read_is_let_go(made, serve) -> None:
     """The loom is larger than what the sockets between hold; the service stops waiting for its reader."""
     _, path = made("pfedhn", model="lenet", hidden=200)

@@ -15,6 +15,8 @@ SAFETENSORS, JSON, PROBLEM, MARKDOWN = (
     "application/vnd.safetensors", "application/json", "application/problem+json", "text/markdown; charset=utf-8",
 )  # fmt: skip
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+BUNDLE = "fedloom-bundle"
+"""The header with the digest of the bundle that a request is meant for."""
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 

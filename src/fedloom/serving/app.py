@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from fedloom.core.errors import FedloomError, NeedsError
 from fedloom.serving.answers import (
+    BUNDLE,
     MARKDOWN,
     PLAIN,
     SAFETENSORS,
@@ -48,6 +49,8 @@ LINGER = 1 << 21
 """Bytes beyond the most that are read, and thrown away, so that who sends them hears why they are refused."""
 WAITING = 1024
 """Requests that may wait to be computed; more are told to come later."""
+HELD = 1 << 28
+"""Bytes of bodies and of computed answers in a worker's memory at a time; one request alone may take more."""
 FOREVER = "public, max-age=31536000, immutable"
 SAFE = {"x-content-type-options": "nosniff", "content-security-policy": "default-src 'none'; frame-ancestors 'none'"}
 NOWHERE = "none"
@@ -91,7 +94,15 @@ class Asked:
 
     def __init__(self, request: Request, identity: Identity | None, service: Service) -> None:
         self.request, self.identity, self.service = request, identity, service
-        self.received = 0
+        self.received = self.held = 0
+
+    def hold(self, size: int) -> None:
+        """Keep so many bytes more until the answer is gone: who reads slowly, or sends slowly, must not fill memory."""
+        others = self.service.held - self.held
+        if others and others + self.held + size > HELD:
+            raise Refusal(503, "Too much waits to be sent already; try again in a moment.", {"retry-after": "1"})
+        self.held += size
+        self.service.held += size
 
     async def body(self, largest: int) -> bytes:
         """The whole body, if it is not too large and comes in time."""
@@ -107,11 +118,14 @@ class Asked:
                 async for piece in self.request.stream():
                     self.received += len(piece)
                     if max(announced, self.received) <= largest:
+                        self.hold(len(piece))
                         pieces.append(piece)
                     elif self.received > largest + LINGER:  # until then: who still sends hears no answer
                         break
         except TimeoutError:
             raise Refusal(408, "The body did not come in time; send it again.") from None
+        except ClientDisconnect:
+            raise Refusal(400, "The body ended before it was whole.") from None
         if max(announced, self.received) > largest:
             raise too_large
         return b"".join(pieces)
@@ -135,6 +149,7 @@ class Service:
         self.endpoints = endpoints()
         self.counters = Counters([*(one.route for one in self.endpoints), NOWHERE], settings.workers)
         self.limiter = Limiter(settings.rate)
+        self.held = 0
         self._executor: ThreadPoolExecutor | None = None
         self._waiting = 0
 
@@ -179,7 +194,8 @@ class Service:
             self._allowed(endpoint, identity, scope)
             asked = Asked(request, identity, self)
             answer = await endpoint.respond(asked)
-            answer = part_of(answer, request.headers.get("range"), request.headers.get("if-range"))
+            if request.method == "GET":  # for others Range means nothing
+                answer = part_of(answer, request.headers.get("range"), request.headers.get("if-range"))
         except Refusal as refusal:
             answer = refusal.answer()
         except FedloomError as error:
@@ -187,7 +203,10 @@ class Service:
         except Exception as error:
             log.error("%s failed: %s", number, type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
             answer = Refusal(500, f"The service failed; its log says more of request {number}.").answer()
-        sent = await self._send(scope, send, answer, number)
+        try:
+            sent = await self._send(scope, send, answer, number)
+        finally:
+            self.held -= asked.held if asked else 0
         seconds, received = time.perf_counter() - start, asked.received if asked else 0
         route = endpoint.route if endpoint else NOWHERE
         self.counters.add(route, answer.status, seconds, received, sent)
@@ -341,6 +360,7 @@ async def participant(asked: Asked) -> Answer:
     if matches(asked.request.headers.get("if-none-match"), headers["etag"]):
         return Answer(304, headers)
     body = [await service.computed(service.weaver.participant, name)]
+    asked.hold(len(body[0]))
     return Answer(200, {**headers, "accept-ranges": "bytes", "content-digest": digest_of(body)}, body)
 
 
@@ -358,9 +378,12 @@ async def _of_body(asked: Asked, function: Callable[[bytes, str], Any]) -> Answe
     service = asked.service
     if not service.weaver.weaves:
         raise Refusal(404, f"{service.bundle.manifest['name']} weaves no newcomer's model from a vector; see /v1.")
+    if asked.request.headers.get(BUNDLE) not in (None, service.bundle.digest):
+        raise Refusal(409, "The service has another bundle by now, to which this vector means nothing; join again.")
     body = await asked.body(service.weaver.largest)
     found = await service.computed(function, body, asked.request.query_params.get("architecture", ""))
     pieces = [found] if isinstance(found, bytes) else found
+    asked.hold(sum(map(len, pieces)))
     return Answer(200, {"content-type": SAFETENSORS, "cache-control": "no-store"}, pieces)
 
 

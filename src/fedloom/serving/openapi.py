@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import fedloom
-from fedloom.serving.answers import PROBLEM, SAFETENSORS
+from fedloom.serving.answers import BUNDLE, PROBLEM, SAFETENSORS
 
 if TYPE_CHECKING:
     from fedloom.serving.app import Endpoint, Service
@@ -54,6 +54,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         parameters.append(
             {"name": "architecture", "in": "query", "description": endpoint.query, "schema": {"type": "string"}}
         )
+        about = "The digest of the bundle that the vector is for; with another one the answer is 409."
+        parameters.append({"name": BUNDLE, "in": "header", "description": about, "schema": {"type": "string"}})
     return {
         "summary": endpoint.summary,
         "operationId": endpoint.respond.__name__,

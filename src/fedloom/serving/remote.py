@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,13 +16,14 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import fedloom
 from fedloom.core.errors import ConfigError, NeedsError, RunError
-from fedloom.serving.answers import SAFETENSORS
+from fedloom.serving.answers import BUNDLE, SAFETENSORS
 from fedloom.serving.settings import is_loopback
 
 PATIENCE = 60.0
 """Seconds that a request is tried again, where the service is busy or starts anew."""
 TIMEOUT = 120.0
 LARGEST_CARD = 1 << 24
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass
@@ -50,17 +52,25 @@ class Remote:
     """A service at an address."""
 
     def __init__(self, url: str, access: Access) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number, half of an IPv6 address
+            usable = False
+        if not usable or not parts.hostname or parts.query or parts.username:
             raise ConfigError(f"{url} is no address of a service; give one such as https://models.example.org:8470.")
         secret = access.token or access.cert
         if parts.scheme == "http" and secret and not is_loopback(parts.hostname):
             raise ConfigError(f"{url} is without TLS, so that others could read the token; use https.")
+        if access.token and not (access.token.isascii() and access.token.isprintable() and " " not in access.token):
+            raise ConfigError("The token has characters that no token has; give one as `fedloom token` printed it.")
         self.url, self._access = url.rstrip("/"), access
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._prefix = parts.path.rstrip("/")
         self._connection: http.client.HTTPConnection | None = None
         self.exchanges: list[Exchange] = []
+        self.bundle = ""
+        """The digest of the bundle that vectors are meant for."""
 
     def get(self, path: str, largest: int) -> bytes:
         """What lies at a path."""
@@ -72,19 +82,24 @@ class Remote:
 
     def card(self) -> dict[str, Any]:
         """What the service says of itself."""
+        data = self.get("/v1", LARGEST_CARD)
         try:
-            card = json.loads(self.get("/v1", LARGEST_CARD))
-        except ValueError as error:
+            card = json.loads(data)
+            plain = _is_plain(card)
+        except (ValueError, RecursionError) as error:
             raise RunError(
                 f"{self.url} is no service of fedloom: its card cannot be read. Check the address."
             ) from error
         if not isinstance(card, dict) or "bundle" not in card:
             raise RunError(f"{self.url} is no service of fedloom: it has no card. Check the address.")
+        if not plain:
+            raise RunError(f"{self.url} has a card with control characters in it; do not use it.")
         return card
 
     def _asked(self, method: str, target: str, body: bytes, fields: tuple[str, ...], largest: int) -> bytes:
         headers = {"user-agent": f"fedloom/{fedloom.__version__}", "accept": "*/*"}
         headers |= {"content-type": SAFETENSORS} if body else {}
+        headers |= {BUNDLE: self.bundle} if body and self.bundle else {}
         headers |= {"authorization": f"Bearer {self._access.token}"} if self._access.token else {}
         until, pause = time.monotonic() + PATIENCE, 0.1
         while True:
@@ -97,7 +112,7 @@ class Remote:
                     return data
                 if answer.status not in (408, 429, 502, 503, 504):
                     raise self._refused(answer.status, data, largest)
-                wait = max(wait, float(answer.headers.get("retry-after") or 0))
+                wait = max(wait, _seconds(answer.headers.get("retry-after")))
                 fault = f"it answers {answer.status}"
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, ssl.SSLCertVerificationError):
@@ -125,9 +140,14 @@ class Remote:
         return self._connection.getresponse()
 
     def _context(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=str(self._access.ca) if self._access.ca else None)
-        if self._access.cert:
-            context.load_cert_chain(self._access.cert, self._access.cert_key)
+        ca, cert, key = self._access.ca, self._access.cert, self._access.cert_key
+        try:
+            context = ssl.create_default_context(cafile=str(ca) if ca else None)
+            if cert:
+                context.load_cert_chain(cert, key)
+        except OSError as error:
+            files = ", ".join(str(file) for file in (ca, cert, key) if file)
+            raise ConfigError(f"TLS cannot be had from {files}: {error}; give certificates and keys as PEM.") from error
         return context
 
     def _refused(self, status: int, data: bytes, largest: int) -> NeedsError | RunError:
@@ -137,6 +157,7 @@ class Remote:
             why = str(json.loads(data)["detail"])[:500]
         except (ValueError, KeyError, TypeError):
             why = f"it answers {status}."
+        why = _CONTROL.sub(" ", why)
         kind = NeedsError if status in (400, 401, 403, 404) else RunError
         return kind(f"{self.url} refuses: {' '.join(why.split())}")
 
@@ -153,3 +174,17 @@ class Remote:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _seconds(wanted: str | None) -> float:
+    """What Retry-After asks for in seconds; a date, or anything else, is left to our own pace."""
+    return float(wanted) if wanted and wanted.isdecimal() else 0.0
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no text in a JSON value can do anything to a terminal."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(name) and _is_plain(one) for name, one in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return not (isinstance(value, str) and _CONTROL.search(value))

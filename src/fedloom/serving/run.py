@@ -40,6 +40,7 @@ def serve(path: Path, settings: Settings, *, trust: bool = False, ready: Callabl
     bundle = Bundle(path, trust=trust)
     bundle.check()
     service = Service(bundle, settings)
+    server_of(service)  # certificates that cannot be used are found now, and not by each worker
     _more_files()
     with listening(settings) as listener:
         host, port = listener.getsockname()[:2]
@@ -84,7 +85,13 @@ def server_of(service: Any) -> Any:
         ssl_cert_reqs=ssl.CERT_REQUIRED if settings.client_ca else ssl.CERT_NONE,
     )
     if settings.tls_cert:
-        config.load()
+        try:
+            config.load()
+        except OSError as error:
+            files = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.client_ca) if file)
+            raise ConfigError(
+                f"TLS cannot be had from {files}: {error}; give certificates and their private key as PEM."
+            ) from error
         assert config.ssl is not None
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     return uvicorn.Server(config)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,8 @@ class Settings:
                 f"--host {self.host} can be reached from other machines, and without TLS anybody on the way reads "
                 "tokens and models. Give --tls-cert and --tls-key, or --insecure if something before it does TLS."
             )
+        if not math.isfinite(self.timeout):
+            raise ConfigError(f"--timeout is {self.timeout}; give a number of seconds.")
         for file in (self.key, self.tls_cert, self.tls_key, self.client_ca):
             if file and not file.is_file():
                 raise ConfigError(f"There is no file {file}; give one that is there.")

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ def read_key(path: Path) -> bytes:
 
 def make_token(key: bytes, identity: Identity, days: float = DAYS, now: float | None = None) -> str:
     """A token for somebody, good for so many days."""
+    if not math.isfinite(days):
+        raise ConfigError(f"--days is {days}; give a number of days.")
     until = int((time.time() if now is None else now) + days * 86400)
     body = json.dumps({identity.role: identity.name, "until": until}).encode()
     signed = f"{VERSION}.{_text(body)}"
