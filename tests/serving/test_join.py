@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 import fedloom
-from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError
+from fedloom.core.errors import ConfigError, DataError, FedloomError, NeedsError, RunError
 from fedloom.core.trees import flatten
 from fedloom.models.load import load_model
 from fedloom.runs.checkpoint import digest
 from fedloom.serving.join import Service, versions
 from fedloom.serving.remote import Access
+from fedloom.serving.tensors import read_tensors, write_tensors
 
 WAYS = [
     ("fedavg", {}, "home", []),
@@ -188,13 +191,19 @@ def test_a_file_that_grows_is_followed(made, serve, newcomer, tmp_path) -> None:
     x, _ = newcomer
     service = Service(serve(path).url, cache=tmp_path / "cache")
     data = tmp_path / "stream.npz"
+    data.write_bytes(b"PK")
+    with pytest.raises(DataError):
+        next(versions(data, every=0.05))
     np.savez(data, x=x[:10])
     seen = versions(data, every=0.05)
     assert service.join(*next(seen)).report.samples == 10
 
     def more() -> None:
         np.savez(tmp_path / "more.npz", x=x)
-        (tmp_path / "more.npz").replace(data)
+        whole = (tmp_path / "more.npz").read_bytes()
+        data.write_bytes(whole[: len(whole) // 2])  # as a program leaves it that still writes
+        time.sleep(0.2)
+        data.write_bytes(whole)
 
     timer = threading.Timer(0.2, more)
     timer.start()
@@ -211,6 +220,138 @@ def test_another_bundle_is_noticed(made, serve, tmp_path) -> None:
     assert not service.refresh()
     service.remote = Service(serve(other).url, cache=tmp_path).remote
     assert service.refresh() and service.card["method"] == "pfedhn"
+
+
+def test_a_stream_goes_on_after_a_version_that_does_not_fit(
+    made, serve, newcomer, tmp_path, capsys, monkeypatch
+) -> None:
+    from fedloom.cli.main import main
+
+    _, path = made("fedavg", adapt="prior")
+    x, _ = newcomer
+    given = [(x[:10], None), (x[:10, :, :3], None), (x, None)]
+    monkeypatch.setattr("fedloom.serving.join.versions", lambda data, every: iter(given))
+    words = ["join", serve(path).url, "--data", "x.npz", "--follow", "--cache", str(tmp_path), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    told = capsys.readouterr()
+    assert not end.value.code and told.out.count("Sent: nothing") == 2
+    assert "Got samples of shape" in told.err and "Waiting for x.npz to change." in told.err
+    given[:] = given[1:]
+    with pytest.raises(SystemExit) as end:  # but what does not fit at first is an error
+        main(words)
+    assert end.value.code == 2
+
+
+def test_a_service_with_another_bundle_is_asked_anew(made, serve, newcomer, tmp_path) -> None:
+    _, old = made("it_pfl_hn", finetune_after=1)
+    run, new = made("it_pfl_hn", finetune_after=1, seed=1)
+    x, _ = newcomer
+    at, other = serve(old), serve(new)
+    joined = fedloom.join(at.url, x, way="service", cache=tmp_path)
+    joined.service.remote._port = int(other.url.rpartition(":")[2])
+    with pytest.raises(RunError, match="another bundle by now"):
+        joined.service.join(x, way="service")
+    assert equal(joined.again(x).parameters, run.admit(x).parameters)
+
+
+def test_the_reason_of_a_refused_card_is_told(made, serve, tmp_path) -> None:
+    from fedloom.serving.tokens import make_key
+
+    make_key(tmp_path / "key")
+    _, path = made("fedavg")
+    at = serve(path, key=tmp_path / "key")
+    with pytest.raises(NeedsError, match="The token is not one of this service"):
+        Service(at.url, Access("fl1.e30.x"))
+    with pytest.raises(ConfigError, match="as `fedloom token` printed it"):
+        Service(at.url, Access("fl1.e30.x\nevil: header"))
+
+
+def test_a_token_is_taken_as_it_was_printed(tmp_path) -> None:
+    from fedloom.cli.serving import _token_in
+
+    file = tmp_path / "token"
+    for text in ("newcomer ward 7 fl1.a.b\n", "fl1.a.b"):
+        file.write_text(text)
+        assert _token_in(file) == "fl1.a.b"
+    for text in ("", "newcomer a fl1.a.b\nnewcomer b fl1.c.d\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="expected one, with one token"):
+            _token_in(file)
+
+
+def told_by(monkeypatch, card: Any, parts: Any = ()) -> str:
+    """The address of a service whose connection is a fake: it says this card and hands out these parts."""
+    from fedloom.serving.remote import Remote
+
+    def asked(self: Remote, method: str, target: str, body: bytes, fields: Any, largest: int) -> bytes:
+        if target == "/v1":
+            return json.dumps(card).encode()
+        return dict(parts)[target.rpartition("/")[2].partition(".")[0]]
+
+    monkeypatch.setattr(Remote, "_asked", asked)
+    return "http://127.0.0.1:9"
+
+
+def test_a_hostile_card_does_no_harm(made, serve, newcomer, tmp_path, monkeypatch) -> None:
+    """Neither does it fill the memory, nor speak to the terminal, nor end in a traceback."""
+    _, path = made("fedavg", adapt="prior")
+    card = serve(path).service.card()
+    form, (architecture,), part = card["form"], card["architectures"], card["parts"]["model.safetensors"]
+    huge = [
+        {"architectures": [{**architecture, "name": "mlp:hidden=2000000000"}]},
+        {
+            "architectures": [{**architecture, "name": "vit:depth=2000000000"}],
+            "form": {**form, "input_shape": [3, 8, 8]},
+        },
+        {"form": {**form, "input_shape": [1, 100_000, 100_000]}},
+        {"form": {**form, "num_outputs": 10**12}},
+        {"parts": {"model.safetensors": {**part, "bytes": 10**15}}},
+        {"parts": {"model.safetensors": {**part, "bytes": -5}}},
+    ]
+    for change in huge:
+        with pytest.raises(FedloomError, match=r"at most an 8th of its memory|at most 1,000"):
+            fedloom.join(told_by(monkeypatch, {**card, **change}), newcomer[0], cache=tmp_path)
+    evil = {**card, "form": {**form, "class_names": ["\x1b]0;evil\x07"] * 10}}
+    with pytest.raises(RunError, match="control characters"):
+        fedloom.join(told_by(monkeypatch, evil), newcomer[0], cache=tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda v: v[..., None], lambda v: torch.empty(0, dtype=v.dtype), torch.zeros_like])
+def test_parts_that_do_not_fit_are_told_in_a_sentence(made, serve, newcomer, tmp_path, monkeypatch, change) -> None:
+    _, path = made("fedavg", adapt="prior")
+    service = serve(path).service
+    card, (data,) = service.card(), service.parts.values()
+    tensors = read_tensors(data)
+    for name in tensors:
+        changed = write_tensors({**tensors, name: change(tensors[name])})
+        part = {"bytes": len(changed), "sha256": digest(changed)}
+        url = told_by(monkeypatch, {**card, "parts": {"model.safetensors": part}}, {part["sha256"]: changed})
+        with contextlib.suppress(FedloomError):
+            fedloom.join(url, newcomer[0], cache=tmp_path)
+
+
+def test_a_date_to_try_again_is_no_number_of_seconds(monkeypatch) -> None:
+    """As proxies send it; the service is asked again, at a pace of our own."""
+    import http.server
+
+    class Busy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.send_header("retry-after", "Wed, 21 Oct 2026 07:28:00 GMT")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr("fedloom.serving.remote.PATIENCE", 0.2)
+    with http.server.HTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        with pytest.raises(RunError, match="it answers 503"):
+            Service(f"http://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+        thread.join()
 
 
 def test_refusals(made, serve, newcomer, tmp_path) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.output import json_line
+from fedloom.cli.output import json_line, tell
 from fedloom.cli.runs import Adapt, Force, Format, Trust, Which, _checkpoint
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, FedloomError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -141,7 +141,8 @@ def join(
         ),
     ] = "auto",
     token_file: Annotated[
-        Path | None, typer.Option("--token", metavar="FILE", help="A file with the token, if the service wants one.")
+        Path | None,
+        typer.Option("--token", metavar="FILE", help="A file with the line of `fedloom token`, or its token."),
     ] = None,
     ca: Annotated[Path | None, typer.Option(metavar="PEM", help="The authority of the service's certificate.")] = None,
     cert: Annotated[Path | None, typer.Option(metavar="PEM", help="A certificate of your own, for mutual TLS.")] = None,
@@ -168,13 +169,28 @@ def join(
     for file in (token_file, ca, cert, cert_key):
         if file and not file.is_file():
             raise ConfigError(f"There is no file {file}; give one that is there.")
-    access = Access(token_file.read_text().strip() if token_file else None, ca, cert, cert_key)
+    access = Access(_token_in(token_file) if token_file else None, ca, cert, cert_key)
     service = Service(url, access, epsilon=epsilon, cache=cache, trust=trust)
+    joined = None
     for x, y in versions(data, every) if follow else [samples_from(data)]:
-        service.refresh()
-        joined = service.join(x, y, model, way)  # type: ignore[arg-type]
+        try:
+            service.refresh()
+            joined = service.join(x, y, model, way)  # type: ignore[arg-type]
+        except FedloomError as error:
+            if joined is None:
+                raise
+            tell(f"{error} Waiting for {data} to change.")  # who follows a stream goes on with the next version
+            continue
         path = joined.export(out, data.stem, format)
         if joined.report:
             typer.echo(joined.report)
         typer.echo(joined.sent)
         typer.echo(path)
+
+
+def _token_in(file: Path) -> str:
+    """The token in a file; a name may stand before it, as `fedloom token` prints it."""
+    lines = file.read_text(errors="replace").splitlines()
+    if len(lines) != 1 or not lines[0].split():
+        raise ConfigError(f"{file} has {len(lines)} lines; expected one, with one token.")
+    return lines[0].split()[-1]

@@ -14,6 +14,7 @@ that clients remember: of a model that a client keeps a part of, the client has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,10 +31,13 @@ from fedloom import algorithms
 from fedloom.core.contract import Algorithm, Home, Seeds, Sent, Setup
 from fedloom.core.contract import Model as AnyModel
 from fedloom.core.errors import FedloomError, NeedsError, RunError
+from fedloom.core.memory import is_full, total
 from fedloom.core.random import seed_of
 from fedloom.core.trees import ClientId, Tree, flatten, unflatten
 from fedloom.core.trust import check as check_trust
+from fedloom.core.trust import path_in
 from fedloom.engines.memories import Memories
+from fedloom.models.spec import parse
 from fedloom.runs.files import to_json
 from fedloom.runs.options import RunOptions
 from fedloom.runs.roster import Member, Roster
@@ -52,6 +56,8 @@ MODEL, LOOM, PARTICIPANTS, CLIENTS = (f"{part}.safetensors" for part in ("model"
 PUBLIC = (MODEL, LOOM)
 KEPT = ("task", "adapt", "adapt_clip", "adapt_noise", "dtype", "seed", "rounds")
 """Options of a run that its models depend on; the others are about its data and its machine."""
+SHARE = 8
+"""Of this machine's memory, the part that networks or downloads may claim: copies and activations come on top."""
 LARGE = 1 << 20
 """Numbers in a table of participants from which it is used where it lies in the file."""
 
@@ -83,6 +89,15 @@ def make_bundle(run: Run, path: str | Path | None = None) -> Path:
     card = to_json(card_of(server, run.directory, words), indent=1)
     write_archive(path, manifest, {CARD: card, **parts})
     return path
+
+
+def check_room(claimed: int, what: str) -> None:
+    """Refuse what would fill this machine: a file, or a service, may claim anything."""
+    if not 0 <= claimed <= total() // SHARE:
+        raise NeedsError(
+            f"{what} have {claimed:,} bytes; this machine takes at most an {SHARE}th of its memory, "
+            f"{total() // SHARE:,}. If that is right, take a larger one."
+        )
 
 
 def newcomers_state(server: Server) -> Tree:
@@ -289,6 +304,8 @@ def usable(where: str) -> Iterator[None]:
     except FedloomError:
         raise
     except Exception as error:
+        if is_full(error):
+            raise
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise RunError(f"{where} is not a bundle that this fedloom can use ({why}); make it anew.") from error
 
@@ -379,11 +396,23 @@ class Frame:
         ]
         self.roster = Roster.of_form(manifest["form"], members)
         chosen, dtype = device_of(self.options.device), getattr(torch, self.options.dtype)
+        check_room(self._claimed() * dtype.itemsize, f"The networks that {where} names")
         self.models = models_of(self.roster, chosen, dtype)
         self.setup: Setup[Any] = Setup(
             self.config, self.roster.participants, self.models, task_of(self.options.task, self.roster),
             self.options.seed, chosen, dtype, self.options.rounds,
         )  # fmt: skip
+
+    def _claimed(self) -> int:
+        """How many numbers the networks and a sample have; of networks of fedloom's own, without making any."""
+        shape, outputs = self.roster.input_shape, self.roster.num_outputs
+        found = math.prod(shape)
+        for name in {member.model for member in self.roster.members if member.model}:
+            if path_in(name) is None:  # code that is trusted may take what it likes
+                with torch.device("meta"):
+                    network = parse(name, shape, outputs).build()
+                found += sum(one.numel() for one in [*network.parameters(), *network.buffers()])
+        return found
 
     @property
     def joins(self) -> bool:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fedloom.api import Admission, checked_for
-from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
+from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.data.samples import samples_from
 from fedloom.runs.checkpoint import digest
 from fedloom.runs.files import to_json, write_file, writing
 from fedloom.runs.portable import SAFETENSORS
-from fedloom.serving.bundle import LOOM, Frame, usable
+from fedloom.serving.bundle import LOOM, Frame, check_room, usable
 from fedloom.serving.remote import Access, Exchange, Remote
 from fedloom.serving.tensors import read_tensors, write_tensors
 from fedloom.training.admission import admitted
@@ -65,6 +65,8 @@ class Joined(Admission):
 
     def again(self, x: Any, y: Any = None) -> Joined:
         """The same with other samples, such as those that came in meanwhile; what was downloaded is used again."""
+        if self.way == "service":  # which may have another loom by now
+            self.service.refresh()
         return self.service.join(x, y, str(self.newcomer.home.model.spec), self.way)
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,13 +123,22 @@ def join(
 
 
 def versions(data: Path, every: float) -> Iterator[tuple[Any, Any]]:
-    """The samples and labels in a file, now and whenever it has changed; it is looked at so often, in seconds."""
-    last = ""
+    """The samples and labels in a file, now and whenever it has changed; it is looked at so often, in seconds.
+
+    After the first time, a file that cannot be read is one that somebody still writes.
+    """
+    read = ""
     while True:
         now = digest(data.read_bytes()) if data.is_file() else ""
-        if now != last:
-            last = now
-            yield samples_from(data)
+        if now != read:
+            try:
+                found = samples_from(data)
+            except DataError:
+                if not read:
+                    raise
+            else:
+                read = now
+                yield found
         time.sleep(every)
 
 
@@ -156,7 +167,9 @@ class Service:
                 config["descriptor_epsilon"] = self._smaller(config.get("descriptor_epsilon") or 0.0, self._epsilon)
             self.frame = Frame({**card, "config": config}, self.remote.url, trust=self._trust)
             self._sizes = {name: int(one["bytes"]) for name, one in card["parts"].items()}
-        self.card = card
+        for size in self._sizes.values():
+            check_room(size, f"The parts that {self.remote.url} hands out")
+        self.card, self.remote.bundle = card, str(card["bundle"])
         return True
 
     def join(self, x: Any, y: Any = None, model: str | None = None, way: Way = "auto") -> Joined:
@@ -171,8 +184,11 @@ class Service:
             with usable(self.remote.url):
                 server = self._server(chosen)
             samples, labels = checked_for(server, x, y)
-            newcomer = admitted(server, samples, labels, model, name=str(self.card["newcomer"]))
-        return Joined(server, newcomer, self, chosen, self.remote.exchanges)
+            with usable(self.remote.url):
+                newcomer = admitted(server, samples, labels, model, name=str(self.card["newcomer"]))
+                joined = Joined(server, newcomer, self, chosen, self.remote.exchanges)
+                _ = joined.report, joined.predict(samples[:1])  # a part that does not fit is found here
+        return joined
 
     def moved(self) -> dict[Way, int]:
         """The bytes that each way would move, of those that there are; what was downloaded before moves no more."""

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from fedloom.core.errors import ConfigError
 from fedloom.models.zoo._shapes import check_grid, check_widths
 
+DEEPEST = 1000
+"""Blocks: a name may come from a file of somebody else's, and each takes memory, however narrow it is."""
+
 
 class _Attention(nn.Module):
     """Every token looks at every token, with several heads."""
@@ -76,6 +79,8 @@ class ViT(nn.Module):
         given = {"patch": patch, "width": width, "depth": depth, "heads": heads}
         # a width of 96x on the command line is one too
         (patch,), (width,), (depth,), (heads,) = (check_widths(self.name, o, v, count=1) for o, v in given.items())
+        if depth > DEEPEST:
+            raise ConfigError(f"vit takes a depth of at most {DEEPEST:,}; got {depth:,}. Take fewer blocks.")
         check_grid(self.name, input_shape, at_least=patch)
         if width % heads:
             raise ConfigError(f"vit needs a width that its heads divide; got {width} and {heads}. Change one of them.")
