@@ -15,6 +15,8 @@ import re
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -524,6 +526,47 @@ def test_workers_share_limits_and_metrics_and_are_started_again(made, key) -> No
         assert 'route="GET /v1/clients/{client:path}/model",status="200"} 41' in text
         running.terminate()
         assert running.wait(30) == 0
+
+
+def test_workers_end_when_the_process_over_them_is_killed(made) -> None:
+    _, path = made("pfedhn")
+    with process(path, "--workers", "2") as (running, url):
+        workers = children(running.pid)
+        running.kill()
+        running.wait()
+        for _ in range(200):
+            if not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers):
+                break
+            time.sleep(0.05)
+        with pytest.raises(ConnectionRefusedError):
+            ask(url, "/healthz")
+
+
+SIGNALLED = """
+import os, signal, time
+from types import SimpleNamespace
+from fedloom.serving import run
+
+real, forks = os.fork, 0
+
+def fork():
+    global forks
+    forks += 1
+    pid = real()
+    if pid and forks == 3 or not pid and forks == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+
+os.fork = fork
+run._run = lambda *_: time.sleep(60 * (forks > 1))  # the first worker ends at once
+run._supervise(SimpleNamespace(counters=SimpleNamespace()), None, 1, lambda: None)
+"""
+
+
+def test_a_signal_at_the_moment_of_a_fork_is_not_lost() -> None:
+    """The second worker is told to stop before it does anything, and the supervisor when it has started the third."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=50, check=False)
+    assert done.returncode == 0
 
 
 def test_a_port_in_use_and_a_bad_bundle_are_one_sentence(made, tmp_path, capsys) -> None:

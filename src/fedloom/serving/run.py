@@ -9,7 +9,9 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,7 @@ from fedloom.serving.settings import Settings
 MOST_CONNECTIONS = 8192
 IDLE = 30
 """Seconds that a connection without a request is kept."""
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(path: Path, settings: Settings, *, trust: bool = False, ready: Callable[[str], None] = print) -> None:
@@ -103,32 +106,42 @@ def _supervise(service: Any, listener: socket.socket, workers: int, ready: Calla
         raise ConfigError("--workers takes a system that can fork safely (Linux); start several services instead.")
     places: dict[int, int] = {}
     stopping = False
+    parent_lives, held = os.pipe()  # the end that is held closes when this process ends, however it does
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopping
         stopping = True
         for pid in places:
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # one that was waited for a moment ago
+                os.kill(pid, signal.SIGTERM)
 
     def start(place: int) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until both know what a signal means to them
+        if stopping:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            return
         pid = os.fork()
         if pid:
             places[pid] = place
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return
         code = 1
         try:
-            for one in (signal.SIGTERM, signal.SIGINT):
+            for one in STOPS:
                 signal.signal(one, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(held)
+            threading.Thread(target=_end_with, args=(parent_lives,), daemon=True).start()
             service.counters.worker = place
             _run(service, listener)
             code = 0
         finally:
             os._exit(code)
 
+    for one in STOPS:
+        signal.signal(one, stop)
     for place in range(workers):
         start(place)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
     ready()
     while places:
         pid, _ = os.wait()
@@ -136,6 +149,12 @@ def _supervise(service: Any, listener: socket.socket, workers: int, ready: Calla
         if not stopping:
             logging.getLogger("fedloom.serving").warning("worker %d died; another one starts", place)
             start(place)
+
+
+def _end_with(parent_lives: int) -> None:
+    """Stop this worker when the process that forked it is gone: its workers would keep the address."""
+    os.read(parent_lives, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def listening(settings: Settings) -> socket.socket:
