@@ -351,3 +351,42 @@ class Stream(IterableDataset):
 def test_a_torch_dataset_that_does_not_fit_is_refused(ds, message):
     with pytest.raises(DataError, match=message):
         from_torch_dataset(ds)
+
+
+def _stored(header: str) -> bytes:
+    """An .npz file whose arrays have that header, and nothing after it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("x.npy", "y.npy"):
+            archive.writestr(name, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode())
+    return file.getvalue()
+
+
+def _flagged(place: int, value: int) -> bytes:
+    """A plain .npz file, with a field of its zip headers changed: from the start of each, in the local ones."""
+    file = io.BytesIO()
+    np.savez(file, x=X, y=Y)
+    data = bytearray(file.getvalue())
+    for sign, offset in ((b"PK\x03\x04", place), (b"PK\x01\x02", place + 2)):
+        at = data.find(sign)
+        while at >= 0:
+            data[at + offset] = value
+            at = data.find(sign, at + 1)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _flagged(6, 1),  # encrypted
+        _flagged(8, 99),  # compressed in a way that nobody knows
+        _stored("{'descr':'<f4','fortran_order':False,'shape':(2,"),
+        _stored("  x\n y\n\tz"),
+        _stored("{'descr':'<f4','fortran_order':False,'shape':(0,99999999999999999999)}"),
+    ],
+    ids=["encrypted", "unknown compression", "torn header", "indented header", "endless shape"],
+)
+def test_an_archive_that_numpy_stumbles_over_is_refused(tmp_path, data):
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(DataError, match=r"cannot be read as an .npz file of plain arrays"):
+        from_npz(tmp_path / "a.npz")

@@ -67,6 +67,7 @@ def test_a_reply_that_is_no_number_spoils_the_median_of_nobody() -> None:
 def test_a_client_weighs_what_it_said_when_it_joined_and_not_too_much() -> None:
     """The median of 10, 20 and a billion is 20; ten times that is 200. A newcomer says nothing."""
     assert weights_of({"a": 10, "b": 20, "c": 10**9, "new": 0}, 10) == {"a": 10, "b": 20, "c": 200, "new": 0}
+    assert weights_of({"a": 10, "b": 10**9}, 10) == {"a": 10, "b": 100}  # one of two makes no bound of its own
     assert weights_of({"a": 10, "b": 10**9}, 0) == {"a": 10, "b": 10**9}
 
 
@@ -157,3 +158,17 @@ def test_one_enormous_reply_leaves_the_round_to_the_others(tmp_path: Path) -> No
     assert max(float(leaf.abs().max()) for leaf in state_of(ours).values()) < 10
     assert free.train_round()["dropped"] == []
     assert max(float(leaf.abs().max()) for leaf in state_of(free).values()) > 1e28
+
+
+def test_one_client_whose_answers_curve_the_wrong_way_leaves_the_calibration_to_the_others(tmp_path: Path) -> None:
+    ours = deployed("fedavg", small_federation(), tmp_path, adapt="prior", rounds=1)
+    ours.lobby.faults["2"] = replying(
+        lambda tree: (
+            {name: leaf if name == "num_samples" else -leaf for name, leaf in tree.items()}
+            if "curvature" in tree
+            else tree
+        )
+    )
+    ours.train_round()
+    ours.settle()
+    assert 0 < float(ours.server.state.slope) < 100 and float(ours.server.state.bias.abs().max()) < 100

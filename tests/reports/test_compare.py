@@ -9,6 +9,7 @@ import yaml
 
 from fedloom.core.errors import RunError
 from fedloom.reports.compare import Spread, compare, find_runs
+from fedloom.reports.report import page
 
 TEST = "deployed/participants/test/accuracy"
 
@@ -143,3 +144,14 @@ def test_spreads_as_text():
 def test_comparing_needs_no_torch():
     program = "import sys, fedloom.reports.compare; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_records_that_were_changed_are_told_in_a_sentence(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "config.yaml").write_text("method: fedavg\n")
+    with pytest.raises(RunError, match=r"records are not what this fedloom writes .KeyError: 'seed'"):
+        compare([path])
+    write_run(tmp_path / "other")
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"round": 1}\n')
+    with pytest.raises(RunError, match=r"records are not what this fedloom writes .KeyError: 'seconds'"):
+        page([tmp_path / "other"])

@@ -517,3 +517,17 @@ def test_nothing_here_imports_torch() -> None:
     modules = ("files", "lock", "checkpoint", "directory", "environment", "trackers")
     code = f"import sys, {', '.join(f'fedloom.runs.{m}' for m in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "!!set {a}", "[[1]]", "{a: 1}", "!!binary YQ=="])
+def test_a_config_with_what_is_no_option(run: RunDirectory, value: str) -> None:
+    with (run.path / "config.yaml").open("a") as file:
+        file.write(f"rounds: {value}\n")
+    with pytest.raises(RunError, match="has 'rounds', which is no option with text, numbers or a list"):
+        RunDirectory.open(run.path)
+
+
+def test_a_line_of_no_round(run: RunDirectory) -> None:
+    (run.path / "scores.jsonl").write_text('{"round": "one"}\n')
+    with pytest.raises(RunError, match=r"Line 1 of .*scores\.jsonl is of no round"):
+        run.scores()

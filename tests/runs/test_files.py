@@ -213,3 +213,21 @@ def test_a_file_of_an_id_lies_in_its_folder_and_is_no_other_ids(tmp_path: Path) 
     assert len(names(folder)) == 2 * len(IDS)
     assert names(tmp_path) == ["deep"] and names(tmp_path / "deep") == ["down"]
     assert files.file_name("ward-3.a_b") == "ward-3.a_b"
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_json_without_end_is_an_error_of_its_value(data: bytes) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.from_json(data)
+
+
+def test_yaml_that_multiplies_itself_or_has_no_end_is_an_error_of_its_value() -> None:
+    nine = ",".join(["*a"] * 9)
+    rows = [f"- &a{row} [{nine.replace('a', f'a{row - 1}') if row else 'x'}]" for row in range(12)]
+    with pytest.raises(ValueError, match="more than 100,000 values"):
+        files.from_yaml("\n".join(rows).encode())
+    with pytest.raises(ValueError, match="more than 100,000 values"):
+        files.from_yaml(b"&a [*a]")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.from_yaml(b"[" * 20_000)
+    assert files.from_yaml(b"a: &one [1, 2]\nb: *one") == {"a": [1, 2], "b": [1, 2]}

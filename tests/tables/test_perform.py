@@ -142,3 +142,12 @@ def test_what_ran_is_written_down(tmp_path: Path) -> None:
     assert saved["command"] == "fedloom table recipes/tiny.yaml"
     (made,) = saved["made"]
     assert made["hardware"].startswith("CPU") and made["commit"] and made["date"] and made["torch"]
+
+
+@pytest.mark.parametrize("text", ["[", "{}", '{"runs": [3]}', '{"runs": [{"row": "a"}]}'])
+def test_measurements_that_were_damaged_are_told_by_their_file(text: str, tmp_path: Path) -> None:
+    table = Performance(tiny(), Path("tiny.yaml"), tmp_path, device="cpu", say=lambda line: None)
+    (tmp_path / RUNS / "a-seed0").mkdir()
+    (tmp_path / RUNS / "a-seed0" / "measured.json").write_text(text)
+    with pytest.raises(RunError, match=r"measured\.json .*; remove it, and"):
+        table.collect()

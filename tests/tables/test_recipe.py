@@ -36,7 +36,7 @@ def test_rounds_are_scaled_in_proportion() -> None:
     rows = (Row("a", method="mh_pfedhn"), Row("b", method="it_pfl_hn", options={"rounds": 500}))
     recipe = Recipe("t", rows, options={"rounds": 50, "finetune_after": 40}, evaluations=5)
     assert recipe.settings(rows[0], None)["rounds"] == 50
-    assert recipe.settings(rows[1], 10) == {"eval_every": 20, "rounds": 100, "finetune_after": 8}
+    assert recipe.settings(rows[1], 10) == {"eval_every": 20, "dataset": "digits", "rounds": 100, "finetune_after": 8}
 
 
 def test_each_makes_a_row_of_every_combination() -> None:
@@ -57,6 +57,22 @@ def test_each_makes_a_row_of_every_combination() -> None:
         ("title: t\nrows: {a: local}", "is no recipe"),
         ("title: t\nlines: []", "is no recipe; expected a mapping with rows"),
         ("- a list", "is no recipe"),
+        ("title: t\nrows: []", "it has no rows"),
+        ("title: t\nseeds: 3\nrows: [{name: a, method: local}]", "seeds that are no list"),
+        ("title: t\ncolumns: [[best]]\nrows: [{name: a, method: local}]", r"\['best'\] among its columns"),
+        ("title: t\nevaluations: 0\nrows: [{name: a, method: local}]", "0 evaluations"),
+        ("title: t\noptions: [1]\nrows: [{name: a, method: local}]", "options of all rows that are no mapping"),
+        (
+            "title: t\noptions: {out: /x}\nrows: [{name: a, method: local}]",
+            "the option 'out' of all rows, which is not",
+        ),
+        ("title: t\nrows: [{name: a, method: [local]}]", "name, method or `of` is no text"),
+        ("title: t\nrows: [{name: a, method: local, choose: {local_lr: 1}}]", "no lists to choose from in 'a'"),
+        ("title: t\noptions: {rounds: many}\nrows: [{name: a, method: local}]", "rounds 'many' of all rows"),
+        ("title: t\nrows: [{name: a, method: local, options: {dataset: 5}}]", "dataset 5 of 'a'"),
+        ("method: [local]", "name, method or `of` is no text"),
+        ("method: local\nlocal_lr: fast", "--local-lr is 'fast'; expected a number"),
+        ("title: " + "[" * 20_000, "nested too deeply"),
         ("title: [", "is not YAML"),
     ],
 )
@@ -64,6 +80,12 @@ def test_a_recipe_that_makes_no_sense_is_refused(text: str, sentence: str, tmp_p
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         read(tmp_path / "r.yaml")
+
+
+def test_the_config_of_a_run_is_a_recipe_of_one_row(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("method: local\nrounds: 7\nseed: 3\ndevice: cpu\nkeep: 2\ndataset: digits\n")
+    found = read(tmp_path / "config.yaml")
+    assert found.settings(found.rows[0], None) == {"eval_every": 1, "rounds": 7, "dataset": "digits"}
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def fit(
         ridge = 1e-8 * count * torch.eye(classes + 1, dtype=torch.float64, device=setup.device)
         if privacy.noise:
             ridge = ridge * 1e6 + _shift_to_positive(curve)
+        elif float(torch.linalg.eigvalsh(curve)[0]) < -float(ridge[0, 0]):  # honest answers are convex; one lies
+            ridge = ridge + _shift_to_positive(curve)
         point, best = point + step, float(value)
         found = Fitted(point, curve + ridge, tuple(replies), grads, curves)
         step = -torch.linalg.solve(curve + ridge, grad)
@@ -122,7 +124,7 @@ def fit(
 
 
 def _shift_to_positive(curve: Tensor) -> Tensor:
-    """What to add to a noisy curvature so that it is one of a convex function."""
+    """What to add to a noisy or wrong curvature so that it is one of a convex function."""
     lowest = float(torch.linalg.eigvalsh((curve + curve.T) / 2)[0])
     return max(-2 * lowest, 0.0) * torch.eye(len(curve), dtype=curve.dtype, device=curve.device)
 

@@ -21,7 +21,7 @@ from fedloom.core.config import by_preset, instead
 from fedloom.core.errors import ConfigError
 from fedloom.core.trust import check as check_trust
 from fedloom.core.trust import outside
-from fedloom.runs.files import read_file
+from fedloom.runs.files import from_yaml, read_file
 from fedloom.runs.options import RunOptions
 
 HELP = """Train a method. `fedloom run METHOD --help` shows its flags.
@@ -106,13 +106,11 @@ def first_line(method: str) -> str:
 
 def read(file: Path | str) -> dict[str, Any]:
     """A YAML file of options, flat; dashes in keys are underscores."""
-    import yaml
-
     try:
-        content = yaml.safe_load(read_file(Path(file)))
+        content = from_yaml(read_file(Path(file)))
     except OSError as error:
         raise ConfigError(f"Cannot read --config {file}: {error.strerror or error}; give a YAML file.") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"--config {file} is not YAML: {error}; write one `option: value` per line.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file} holds no mapping; write one `option: value` per line.")

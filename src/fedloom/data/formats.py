@@ -98,7 +98,7 @@ class Zip:
         self.path = path
         try:
             self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:  # a damaged archive can raise anything at all
             raise corrupt(path, error) from error
 
     def __enter__(self) -> "Zip":
@@ -115,7 +115,7 @@ class Zip:
         """One member."""
         try:
             return self._zip.read(name)
-        except (KeyError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        except Exception as error:
             raise corrupt(self.path, f"{name}: {error}") from error
 
     def image(self, name: str, mode: str) -> Any:

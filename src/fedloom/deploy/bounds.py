@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import median
+from statistics import median, median_low
 
 import torch
 
@@ -46,9 +46,12 @@ def _norm(tree: Tree) -> float:
 
 
 def weights_of(samples: Mapping[ClientId, int], most: float) -> dict[ClientId, int]:
-    """What clients weigh: the number of samples that they told when they joined, at most ``most`` times the median."""
+    """What clients weigh: the number of samples that they told when they joined, at most ``most`` times the median.
+
+    Of an even number of clients it is the lower median: one of two must not make its own bound.
+    """
     counts = [number for number in samples.values() if number]
-    limit = int(most * median(counts)) if counts and most else max(counts, default=0)
+    limit = int(most * median_low(counts)) if counts and most else max(counts, default=0)
     return {client: min(number, max(limit, 1)) for client, number in samples.items()}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import RunError
+from fedloom.reports.facts import readable
 from fedloom.runs.directory import CONFIG, RunDirectory
 
 NOT_COMPARED = ("method", "adapt", "seed", "data_root", "keep", "tracker")
@@ -84,6 +85,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
     return list(found.values())
 
 
+@readable()
 def compare(paths: Iterable[Path | str]) -> Comparison:
     """The runs at ``paths`` side by side. Runs that were stopped are left out."""
     finished, left_out = [], []

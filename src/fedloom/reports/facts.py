@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.core.errors import RunError
+from fedloom.core.errors import FedloomError, RunError
 from fedloom.reports.about import About, about
 from fedloom.runs.directory import APPENDED, EMBEDDINGS, ESTIMATES, METRICS, PRIVACY, SCORES, RunDirectory
 from fedloom.runs.records import ADMISSION, MIX
@@ -45,6 +46,20 @@ class Scores(NamedTuple):
             return self.quantiles[round(100 * share)], self.quantiles[round(100 * (1 - share))]
         low, high = np.quantile(self.metric, [share, 1 - share])
         return float(low), float(high)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Whatever goes wrong within, of a kind that is no user's error yet, is the fault of records that were changed."""
+    try:
+        yield
+    except FedloomError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise RunError(
+            f"A run's records are not what this fedloom writes ({why}); restore its files, or train again."
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

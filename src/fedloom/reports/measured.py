@@ -111,9 +111,17 @@ class Measured:
             found = cls(**{one.name: content.pop(one.name) for one in fields(cls) if one.name in content})
             if content:
                 raise ValueError(f"it has {', '.join(map(repr, content))}")
+            assert found.columns and all(
+                isinstance(one, str) for one in [*found.columns, *(r.name for r in found.rows)]
+            )
             for run in (*found.runs, *found.means):
-                assert isinstance(run["row"], str) and isinstance(run["chosen"], dict)
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+                assert isinstance(run["row"], str) and isinstance(run["chosen"], dict) and found.made[run["made"]]
+            for run in found.runs:
+                numbers = [run["seed"], *run.get("metrics", {}).values()]
+                assert all(isinstance(one, int | float) for one in numbers)
+            for run in found.means:
+                assert isinstance(run["seeds"], int) and all(len(pair) == 2 for pair in run["metrics"].values())
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             raise RunError(
                 f"{path} is no file of results ({type(error).__name__}: {error}); give one that `fedloom table` wrote."
             ) from error

@@ -13,7 +13,7 @@ from fedloom.core.errors import ConfigError, RunError, unknown
 from fedloom.reports import figures, one, several, single
 from fedloom.reports.charts import Chart
 from fedloom.reports.compare import find_runs
-from fedloom.reports.facts import Facts, facts_of
+from fedloom.reports.facts import Facts, facts_of, readable
 from fedloom.reports.page import Page, html
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.files import write_file
@@ -27,6 +27,7 @@ ON_DEMAND = {"mix": MIX, "admission": ADMISSION}
 """Figures of what has to be found out first, and the file that then has it."""
 
 
+@readable()
 def page(paths: Iterable[Path | str], baseline: str | None = None) -> Page:
     """The page of the run at ``paths``, or of several."""
     runs = find_runs(paths)
@@ -51,6 +52,7 @@ def write(paths: Sequence[Path | str], out: Path | None = None, baseline: str | 
     return out
 
 
+@readable()
 def chart(paths: Sequence[Path | str], name: str, baseline: str | None = None) -> Chart:
     """The chart of that name."""
     runs = find_runs(paths)
@@ -64,6 +66,7 @@ def chart(paths: Sequence[Path | str], name: str, baseline: str | None = None) -
     return made
 
 
+@readable()
 def chart_of(run: RunDirectory, name: str) -> Chart:
     """The chart of that name of one run."""
     if name not in one.CHARTS:

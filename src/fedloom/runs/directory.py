@@ -85,11 +85,17 @@ class RunDirectory:
                 f"{path} is not a run directory: {held if inner else f'it has no {CONFIG}; give the --out of a run.'}"
             )
         try:
-            config = yaml.safe_load(files.read_file(file))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            config = files.from_yaml(files.read_file(file))
+        except (OSError, ValueError) as error:
             raise RunError(f"Cannot read {file}: it is damaged or not readable; restore it.") from error
         if not isinstance(config, dict):
             raise RunError(f"{file} holds no mapping of options to values; restore it.")
+        for name, value in config.items():
+            parts = value if isinstance(value, list) else [value]
+            if not isinstance(name, str) or not all(isinstance(part, str | int | float | None) for part in parts):
+                raise RunError(
+                    f"{file} has {str(name)!r}, which is no option with text, numbers or a list; restore it."
+                )
         return cls(Path(path), config)
 
     def write_roster(self, roster: Roster) -> None:
@@ -277,11 +283,14 @@ class RunDirectory:
 
     def _record(self, number: int, line: bytes, path: Path) -> dict[str, Any]:
         try:
-            return files.from_json(line)
+            found = files.from_json(line)
         except ValueError as error:
             raise RunError(
                 f"Line {number} of {path} is not a JSON object; remove that line to use the others."
             ) from error
+        if type(found.get("round", 0)) is not int:
+            raise RunError(f"Line {number} of {path} is of no round; remove that line to use the others.")
+        return found
 
     def best_round(self) -> int | None:
         """The round of the best checkpoint, if any was evaluated."""

@@ -31,6 +31,7 @@ ASIDE = ".old-"  # was moved out of the way: to be put back if its successor nev
 
 _HARMLESS = re.compile(r"(?!\.)[\w.-]{1,64}")
 _LONGEST = 150  # letters; file systems take 255 bytes
+_MOST_VALUES = 100_000  # in a file that people write
 
 
 def file_name(id: str) -> str:
@@ -172,9 +173,31 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 def from_json(data: bytes) -> dict[str, Any]:
     """The JSON object in ``data``; a ValueError if it is not one."""
-    value = json.loads(data)
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    return value
+
+
+def from_yaml(data: bytes) -> Any:
+    """The value in ``data``; a ValueError if it is not YAML, or far larger than it looks: aliases can multiply it."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(data)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    left, number = [value], 0
+    while left:
+        one, number = left.pop(), number + 1
+        left += [*one, *one.values()] if isinstance(one, dict) else one if isinstance(one, list | set) else ()
+        if number > _MOST_VALUES or len(left) > _MOST_VALUES:
+            raise ValueError(f"it holds more than {_MOST_VALUES:,} values")
     return value
 
 

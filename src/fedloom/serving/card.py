@@ -86,8 +86,8 @@ def _metrics(server: Server, directory: RunDirectory) -> list[dict[str, Any]]:
         lines = [
             line
             for line in directory.scores()
-            if (line["model"], line["group"], line["split"]) == ("deployed", group, "test")
-            and (group == "unseen" or line["round"] == server.round)
+            if tuple(map(line.get, ("model", "group", "split"))) == ("deployed", group, "test")
+            and (group == "unseen" or line.get("round") == server.round)
         ]
         if lines:
             values = np.array([value for value in lines[-1]["metric"] if value is not None], dtype=float)

@@ -36,6 +36,8 @@ from fedloom.tables.recipe import COLUMNS, Recipe, Row
 from fedloom.training.machine import device_of
 
 MEASURED, RUNS, RESULTS, TABLE = "measured.json", "runs", "results.json", "table.md"
+MEASUREMENT = {"row", "seed", "chosen", "made"}
+"""What every measurement has."""
 PAUSE = 1.0
 """Seconds between looks at what other processes do."""
 
@@ -85,7 +87,7 @@ class Performance:
         now = {"recipe": self.file.name, "rounds": self.rounds}
         if not path.exists():
             write_file(path, to_json(now))
-        elif (before := from_json(read_file(path))) != now:
+        elif (before := _kept(path)) != now:
             raise RunError(
                 f"{self.out} has results of {before.get('recipe')} with --rounds {before.get('rounds')}, not of "
                 f"{now['recipe']} with --rounds {now['rounds']}; give another --out."
@@ -139,12 +141,12 @@ class Performance:
         path = self.out / RUNS / task.name / MEASURED
         if not path.exists():
             return []
-        found = from_json(read_file(path))
-        if found.get("options") != self._options(task):
+        runs = _runs_in(path)
+        if _kept(path).get("options") != self._options(task):
             raise RunError(
                 f"{path.parent} was trained with other options than {self.file} says now; give another --out."
             )
-        return list(found["runs"])
+        return runs
 
     def _take(self, task: Task) -> bool:
         """Do a task, unless another process has it; whether it was done."""
@@ -201,7 +203,7 @@ class Performance:
         runs = []
         order = {row.name: place for place, row in enumerate(self.recipe.rows)}
         for path in sorted((self.out / RUNS).glob(f"*/{MEASURED}")):
-            for run in from_json(read_file(path))["runs"]:
+            for run in _runs_in(path):
                 if run["row"] in order:
                     entry = made.setdefault(Made(**run["made"]), len(made))
                     runs.append({**run, "made": entry})
@@ -217,6 +219,24 @@ class Performance:
         )  # fmt: skip
         found.write(self.out / RESULTS)
         return found
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What an earlier call wrote down."""
+    try:
+        return from_json(read_file(path))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} is damaged or not readable; remove it, and what it was of is measured again."
+        ) from error
+
+
+def _runs_in(path: Path) -> list[dict[str, Any]]:
+    """The measurements of a row, as far as they are some."""
+    runs = _kept(path).get("runs")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) and set(run) >= MEASUREMENT for run in runs):
+        raise RunError(f"{path} holds no measurements; remove it, and they are made again.")
+    return runs
 
 
 def _shown(file: Path) -> str:

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from fedloom import algorithms
 from fedloom.core.errors import ConfigError, unknown
 from fedloom.core.trust import check as check_trust
-from fedloom.runs.files import read_file
+from fedloom.runs.files import from_yaml, read_file
 from fedloom.runs.options import RunOptions
+from fedloom.training.config import parse_options
 
 COLUMNS: Mapping[str, tuple[Literal["best", "last"], str, str]] = {
     # the checkpoint, the clients' data, the metric
@@ -47,6 +46,13 @@ COLUMNS: Mapping[str, tuple[Literal["best", "last"], str, str]] = {
 
 SHOWN = {"samples": "n = {}", "descriptor_epsilon": "epsilon = {}", "local_lr": "rate {}"}
 """How values are written in the name of a row; others are written as they are."""
+
+
+OURS = ("method", "out", "seed", "device", "data_root", "progress", "keep")
+"""Options that whoever runs a recipe gives, or that the table needs itself."""
+
+USUAL = {"rounds": RunOptions().rounds, "dataset": RunOptions().dataset}
+"""Options that a table needs itself, where a recipe leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,9 @@ class Recipe:
 
     def settings(self, row: Row, rounds: int | None) -> dict[str, Any]:
         """The options that a row is trained with; with ``rounds``, shortened or prolonged in proportion."""
-        given = {**self.options, **row.options}
+        given = {**USUAL, **self.options, **row.options}
         if rounds is not None:
-            first = {**self.options, **self.rows[0].options}["rounds"]
+            first = {**USUAL, **self.options, **self.rows[0].options}["rounds"]
             for name in ("rounds", "finetune_after"):
                 if name in given:
                     given[name] = max(1, round(given[name] * rounds / first))
@@ -113,31 +119,37 @@ def read(path: Path, trust: bool = False) -> Recipe:
     """A recipe from its file, checked; it names no code outside of fedloom without the user's trust."""
     recipe = _read(path)
     for row in recipe.rows:
-        config = algorithms.get(recipe.trained(row).method).config
+        method = recipe.trained(row).method
+        config = algorithms.get(method).config
         for chosen in row.variants():
-            check_trust(path, {**recipe.options, **row.options, **chosen}, RunOptions, config, trust=trust)
+            given = {**recipe.options, **row.options, **chosen}
+            check_trust(path, given, RunOptions, config, trust=trust)
+            if row.method:
+                parse_options(method, given)  # what cannot be is told before anything is trained
     return recipe
 
 
 def _read(path: Path) -> Recipe:
     try:
-        content = yaml.safe_load(read_file(path))
+        content = from_yaml(read_file(path))
     except OSError as error:
         raise ConfigError(f"Cannot read the recipe {path}: {error.strerror or error}; give a YAML file.") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}; write a recipe as those in recipes/.") from error
     if not isinstance(content, dict) or not ("rows" in content or "method" in content):
         raise ConfigError(f"{path} is no recipe; expected a mapping with rows, each with a method.")
     if "rows" not in content:
-        options = {name: value for name, value in content.items() if name != "method"}
-        row = Row(name=content["method"], method=content["method"])
-        return Recipe(path.stem, (row,), options={"rounds": RunOptions().rounds, **options})
+        options = {name: value for name, value in content.items() if name not in OURS}
+        one = Recipe(path.stem, (Row(content["method"], method=content["method"]),), options=options)
+        _check_kinds(path, one)
+        return one
     try:
         rows = tuple(row for described in content.pop("rows") for row in expanded(described))
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
         recipe = Recipe(rows=rows, **given)
     except (TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path} is no recipe ({error}); expected what those in recipes/ have.") from error
+    _check_kinds(path, recipe)
     names = [row.name for row in rows]
     for row in rows:
         if names.count(row.name) > 1:
@@ -150,6 +162,37 @@ def _read(path: Path) -> Recipe:
     if not set(recipe.choose_seeds or ()) <= set(recipe.seeds):
         raise ConfigError(f"{path} chooses with seeds that it does not train; take choose_seeds from its seeds.")
     return recipe
+
+
+def _check_kinds(path: Path, recipe: Recipe) -> None:
+    """Refuse values of another kind than a recipe's."""
+    of_all = [(recipe.columns, "columns", str), (recipe.seeds, "seeds", int), (recipe.choose_seeds or (), "seeds", int)]
+    wrong = [f"{name} that are no list" for values, name, _ in of_all if not isinstance(values, tuple)]
+    wrong = wrong or [f"{one!r} among its {name}" for values, name, kind in of_all for one in values
+                      if type(one) is not kind]  # fmt: skip
+    if type(recipe.evaluations) is not int or recipe.evaluations < 1:
+        wrong.append(f"{recipe.evaluations!r} evaluations")
+    for where, options in [
+        ("of all rows", recipe.options),
+        *((f"of {row.name!r}", row.options) for row in recipe.rows),
+    ]:
+        if not isinstance(options, Mapping):
+            wrong.append(f"options {where} that are no mapping")
+        else:
+            wrong += [
+                f"the option {name!r} {where}, which is not a recipe's to say" for name in OURS if name in options
+            ]
+            given = {**USUAL, **options}
+            wrong += [f"{name} {given[name]!r} {where}" for name in USUAL if type(given[name]) is not type(USUAL[name])]
+    for row in recipe.rows:
+        if not isinstance(row.method, str) or not isinstance(row.of, str) or not isinstance(row.name, str):
+            wrong.append(f"a row whose name, method or `of` is no text ({row.name!r})")
+        choices = list(row.choose.values()) if isinstance(row.choose, Mapping) else [None]
+        wrong += [f"no lists to choose from in {row.name!r}" for one in choices if not isinstance(one, list)]
+    if wrong or not recipe.rows:
+        raise ConfigError(
+            f"{path} is no recipe: it has {wrong[0] if wrong else 'no rows'}. Write it as those in recipes/."
+        )
 
 
 def expanded(described: dict[str, Any]) -> Iterator[Row]:

@@ -97,7 +97,7 @@ def write(directory: RunDirectory, trainer: Trainer, found: Evaluation, *, end: 
 def scores_at(directory: RunDirectory, round: int, group: Group) -> dict[ClientId, dict[str, Any]]:
     """The scores that were written for a group of clients after a round."""
     for line in reversed(directory.scores()):
-        if (line["round"], line["model"], line["group"], line["split"]) == (round, *group):
+        if tuple(map(line.get, ("round", "model", "group", "split"))) == (round, *group):
             rows = zip(line["client"], *(line[name] for name in Score._fields))
             return {client: dict(zip(Score._fields, values)) for client, *values in rows}
     return {}
