@@ -13,7 +13,8 @@ import torch
 
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm, Cohort, Home, Sent, ServerData, Setup
-from fedloom.core.task import CLASSIFICATION
+from fedloom.core.task import CLASSIFICATION, SEQUENCE
+from fedloom.core.tokens import UNLABELLED, Tokens
 from fedloom.core.trees import PerClient, Tree
 from fedloom.engines.auto import ENGINES
 from fedloom.engines.engine import AbstractEngine, Session, Stats
@@ -53,6 +54,32 @@ def small_federation(
     # classes differ in their mean, so that there is something to learn
     x = torch.as_tensor(rng.standard_normal((start, *SHAPE))) + y.reshape(-1, 1, 1, 1)
     return Federation(x.to(device, dtype), y.to(device), CLASSIFICATION, roster)
+
+
+def token_federation(
+    models: Sequence[str] = ("gru:embedding=3:hidden=4",),
+    per_token: bool = False,
+    sizes: Sequence[int] = SIZES,
+    unseen: int = 0,
+    dtype: torch.dtype = torch.float64,
+    training_dtype: torch.dtype | None = None,
+) -> Federation:
+    """As ``small_federation``, with sequences of five tokens among 300; where each has a label some are padding."""
+    rng, tokens = np.random.default_rng(0), Tokens(300, per_token)
+    built = [Model(parse(name, (5,), CLASSES, tokens), "cpu", dtype, training_dtype=training_dtype) for name in models]
+    roster, start = {}, 0
+    for i, size in enumerate(sizes):
+        cuts = np.cumsum([start, size, 3, 5])
+        rows = {s: np.arange(a, b) for s, a, b in zip(("train", "val", "test"), cuts, cuts[1:])}
+        roster[str(i)] = Client(str(i), built[i % len(built)], rows, unseen=i >= len(sizes) - unseen)
+        start = int(cuts[-1])
+    y = rng.integers(0, CLASSES, (start, 5) if per_token else start)
+    # a class has tokens of its own, so that there is something to learn; bfloat16 holds whole numbers up to 256
+    x = 250 + 10 * np.broadcast_to(y if per_token else y[:, None], (start, 5)) + rng.integers(0, 10, (start, 5))
+    if per_token:
+        y[::3, 3:] = UNLABELLED
+    task = SEQUENCE if per_token else CLASSIFICATION
+    return Federation(torch.as_tensor(x), torch.as_tensor(y), task, roster)
 
 
 class Played:
@@ -113,6 +140,8 @@ def setup_of(
 def server_data_like(federation: Federation, seed: int = 0) -> ServerData:
     """Six samples, or fewer, with the labels of the first clients' and, of classes, with their means."""
     y = federation.y[:6]
+    if not federation.x.is_floating_point():
+        return ServerData(federation.x[:6], y)
     x = np.random.default_rng(seed).standard_normal((len(y), *federation.x.shape[1:])).astype(np.float32)
     moved = 0 if y.is_floating_point() else y.reshape(-1, *[1] * (x.ndim - 1))
     return ServerData((torch.as_tensor(x).to(federation.x) + moved).float().to(federation.x), y)

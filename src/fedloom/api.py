@@ -540,8 +540,9 @@ def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
 
 def _samples(server: Server, x: Any) -> Tensor:
     """A user's samples on the device of the server, checked to be like the federation's."""
-    samples = prepared_samples(x, server.roster.input_shape, server.roster.preparation)
-    return samples.to(server.setup.device, server.setup.dtype)
+    roster = server.roster
+    samples = prepared_samples(x, roster.input_shape, roster.preparation, roster.tokens).to(server.setup.device)
+    return samples if roster.tokens else samples.to(server.setup.dtype)
 
 
 def _none_known(y: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.core.errors import ConfigError
+from fedloom.core.tokens import Tokens
 from fedloom.models.spec import ModelSpec, networks, parse
 
 SHAPE, OUTPUTS = (4,), 3
@@ -95,7 +97,8 @@ def test_options_are_in_order_of_their_names_and_dashes_are_underscores() -> Non
 
 @pytest.mark.parametrize("name", sorted(networks()))
 def test_every_network_of_the_zoo_is_built_by_its_name(name: str) -> None:
-    spec = parse(name, (3, 32, 32), 7)
+    takes_tokens = "vocabulary" in inspect.signature(networks()[name]).parameters
+    spec = parse(name, (32,), 7, Tokens(9)) if takes_tokens else parse(name, (3, 32, 32), 7)
     assert type(spec.build()) is networks()[name]
     assert str(spec) == name
 

@@ -78,8 +78,8 @@ class State(NamedTuple):
 
 def adapter_of(config: Any, model: Model) -> Model:
     """The adapter's network, whose outputs are features as this model has them."""
-    name = config.adapter or ("lenet_s" if len(model.input_shape) == 3 else "mlp:hidden=64")
-    return network(parse(name, model.input_shape, feature_size(model)), model.device, model.dtype)
+    name = config.adapter or ("gru" if model.tokens else "lenet_s" if len(model.input_shape) == 3 else "mlp:hidden=64")
+    return network(parse(name, model.input_shape, feature_size(model), model.tokens), model.device, model.dtype)
 
 
 def init(setup: Setup[Any]) -> State:

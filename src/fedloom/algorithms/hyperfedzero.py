@@ -229,5 +229,5 @@ ALGORITHM = replace(
     programs=programs,
     admit=admit,
     cohort=50,  # sec. 5: all of 10 or 50 clients take part
-    needs=Needs(same_model=True, no_batchnorm=True),
+    needs=Needs(same_model=True, no_batchnorm=True, numbers=True),
 )

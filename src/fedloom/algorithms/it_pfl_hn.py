@@ -36,7 +36,20 @@ from torch import Tensor
 from fedloom.algorithms import pfedhn
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batches, Cohort, Diagnostics, Handover, Home, Model, Program, Sent, Setup, Woven
+from fedloom.core.contract import (
+    Ask,
+    Batches,
+    Cohort,
+    Diagnostics,
+    Handover,
+    Home,
+    Model,
+    Needs,
+    Program,
+    Sent,
+    Setup,
+    Woven,
+)
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
 from fedloom.core.training import Training, delta, report
@@ -261,4 +274,5 @@ ALGORITHM = replace(
     embeddings=embeddings_of,
     newcomers_at="last",  # fine-tuning changes nothing for participants, whose validation data choose the best
     cohort=9,  # sec. 6.1: a tenth of 90 training clients
+    needs=Needs(numbers=True),
 )

@@ -201,5 +201,5 @@ ALGORITHM = Algorithm(
     settle=settle,
     admit=admit,
     cohort=5,  # the authors' code
-    needs=Needs(class_labels=True),
+    needs=Needs(class_labels=True, numbers=True),
 )

@@ -102,7 +102,7 @@ def show(
             row["largest"],
             row["skew"],
         )
-        for row in parts.summary(arrays.y)
+        for row in parts.summary(arrays.labels)
     ]
     table(["client", "", *COUNTS, "largest class", "skew"], rows)
     for note in parts.notes:

@@ -38,7 +38,7 @@ class Client:
 class Federation:
     """Data and roster. Participants come first; unseen clients take no part in training."""
 
-    x: Tensor  # (samples, ...)
+    x: Tensor  # (samples, ...), int64 for tokens
     y: Tensor  # (samples,) or (samples, targets)
     task: Task
     roster: Mapping[ClientId, Client]
@@ -66,7 +66,8 @@ class Federation:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.x.dtype
+        """The type of all that is computed."""
+        return self.x.dtype if self.x.is_floating_point() else next(iter(self.roster.values())).model.dtype
 
     def having(self, split: str, clients: Iterable[ClientId]) -> tuple[ClientId, ...]:
         """Those of ``clients`` that have samples in ``split``."""
@@ -117,7 +118,7 @@ def federate(
         for i, split in enumerate(partition.clients)
     }
     return Federation(
-        torch.as_tensor(x).to(device, dtype),
+        torch.as_tensor(x).to(device, torch.int64 if models[0].tokens else dtype),
         y.to(device, dtype if y.is_floating_point() else torch.int64),
         task,
         roster,

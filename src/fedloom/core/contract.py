@@ -69,6 +69,7 @@ from torch import Tensor, nn
 from fedloom.core.random import Key, seed_of
 from fedloom.core.structure import Structural
 from fedloom.core.task import Task
+from fedloom.core.tokens import Tokens
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 
 C = TypeVar("C")
@@ -116,6 +117,14 @@ class Model(Protocol):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of a sample."""
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What samples of tokens are like; None: samples are numbers."""
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The type of samples: that of parameters, or int64 for tokens."""
 
     @property
     def num_outputs(self) -> int:
@@ -364,6 +373,8 @@ class Needs:
     """Models have no BatchNorm."""
     server_data: Literal["none", "unlabelled", "labelled"] = "none"
     """Samples on the server (``--server-data``)."""
+    numbers: bool = False
+    """Samples are numbers, not tokens: the method computes with them outside of the clients' networks."""
 
     @property
     def of_clients(self) -> Needs:
@@ -400,6 +411,11 @@ class Needs:
             ]
         if self.class_labels and not setup.task.class_scores:
             found.append(f"{name} needs class labels; the task is {setup.task.name}. Choose another method.")
+        if self.numbers and any(m.tokens for m in models):
+            found.append(
+                f"{name} computes with the samples themselves, as numbers; these are tokens. Choose another method, "
+                "such as pfedhn, or give each sample as numbers, e.g. shares of its words."
+            )
         if self.server_data != "none" and setup.server_data is None:
             found.append(f"{name} needs {self.server_data} data on the server; there are none. Give --server-data.")
         return found

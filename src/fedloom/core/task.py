@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.tokens import UNLABELLED
+
 
 @dataclass(frozen=True)
 class Task:
@@ -26,6 +28,9 @@ class Task:
     higher_is_better: bool = True
     class_scores: bool = False
     """The outputs are one score per class: label shares, priors and the like make sense."""
+    per_token: bool = False
+    """Labels are one per token, (batch, length), -1 for none; outputs (batch, length, classes). A sample's loss and
+    metric are means over its labelled tokens, and evaluations count tokens."""
 
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
@@ -55,8 +60,27 @@ def _f1(outputs: Tensor, y: Tensor) -> Tensor:
     return torch.where(either > 0, 2 * both / either.clamp(min=1), torch.ones_like(either))
 
 
+def labelled(y: Tensor) -> Tensor:
+    """How many tokens of each sample have a label: (batch, length) -> (batch,)."""
+    return (y != UNLABELLED).sum(-1)
+
+
+def _cross_entropy_per_token(outputs: Tensor, y: Tensor) -> Tensor:
+    # a label that is out of range must fail, or give NaN, as it does in a classification
+    of_tokens = F.nll_loss(
+        torch.log_softmax(outputs, -1).flatten(0, 1), y.flatten(), ignore_index=UNLABELLED, reduction="none"
+    )
+    return of_tokens.reshape(y.shape).sum(-1) / labelled(y).clamp(min=1)
+
+
+def _hits_per_token(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs.argmax(-1) == y).sum(-1).to(outputs.dtype) / labelled(y).clamp(min=1)
+
+
 CLASSIFICATION = Task("classification", _cross_entropy, _hit, "accuracy", class_scores=True)
 REGRESSION = Task("regression", _squared_error, _absolute_error, "absolute_error", higher_is_better=False)
 MULTILABEL = Task("multilabel", _binary_cross_entropy, _f1, "f1")
 """Of several labels any number may hold; each output above 0 says that one does."""
-TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}
+SEQUENCE = Task("seq", _cross_entropy_per_token, _hits_per_token, "accuracy", per_token=True)
+TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION, SEQUENCE)}
+"""fedloom's own tasks by name."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fedloom.core.errors import DataError
+from fedloom.core.tokens import UNLABELLED, Tokens
 from fedloom.data.labels import coded
 from fedloom.data.preparation import Preparation
 
@@ -19,14 +20,18 @@ RECODE = "recode them with y = np.unique(y, return_inverse=True)[1]"
 class Arrays:
     """A dataset in memory, checked; the arrays are taken as they are, not copied.
 
-    x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W); or raw
-    y            int64 (samples,), classes 0 to num_classes - 1; or float32 (samples,) or (samples, k)
+    x            float32 (samples, ...), already normalised: features (F,), windows (C, L), images (C, H, W); or raw;
+                 or int64 (samples, length), tokens 0 to vocabulary - 1
+    y            int64 (samples,), classes 0 to num_classes - 1; or float32 (samples,) or (samples, k);
+                 or int64 (samples, length), a class for each token, -1 for none
     num_classes  0 for regression and for labels of which several may hold
     split        (samples,) of "train", "val" and "test" where the publisher or the user fixed it, else None
     groups       natural groupings by name, e.g. "writer", "client"; each a (samples,) array of strings
     class_names  one per class, or per label or target in y's columns; or empty
     multilabel   y (samples, k) has 1 for each of k labels that holds, else 0
     preparation  of raw samples: how they become float32, not fitted yet; x then is uint8 images, or a float64 table
+    vocabulary   how many different tokens there are; 0: x is numbers
+    alphabet     of text: token i stands for its character i
     """
 
     name: str
@@ -38,6 +43,8 @@ class Arrays:
     class_names: tuple[str, ...] = ()
     multilabel: bool = False
     preparation: Preparation | None = None
+    vocabulary: int = 0
+    alphabet: str = ""
 
     def raw(self, x: np.ndarray, preparation: Preparation) -> "Arrays":
         """These data with raw samples."""
@@ -72,7 +79,29 @@ class Arrays:
     @property
     def task(self) -> str:
         """The name of the task that the targets are for."""
+        if self.per_token:
+            return "seq"
         return "classification" if self.num_classes else "multilabel" if self.multilabel else "regression"
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What samples of tokens are like; None: they are numbers."""
+        return Tokens(self.vocabulary, self.y.ndim == 2 and self.num_classes > 0) if self.vocabulary else None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every token has a label."""
+        return self.tokens is not None and self.tokens.per_token
+
+    @property
+    def sample_classes(self) -> int:
+        """How many classes samples are of; 0 where a sample has numbers, or a label for each token."""
+        return 0 if self.per_token else self.num_classes
+
+    @property
+    def labels(self) -> np.ndarray:
+        """What clients can be told apart by when samples are dealt: ``y``; zeros where each token has a label."""
+        return np.zeros(len(self), np.float32) if self.per_token else self.y
 
     def __len__(self) -> int:
         return len(self.x)
@@ -81,6 +110,8 @@ class Arrays:
         """These data with the classes of another dataset: ``names``, or without any, ``number`` of them from 0."""
         if not self.num_classes or (self.class_names, self.num_classes) == (tuple(names), number):
             return self
+        if self.per_token:
+            return replace(self, num_classes=number, class_names=tuple(names))
         y = np.array(self.class_names)[self.y] if self.class_names else self.y
         labels = coded(f"Dataset {self.name!r}", y, names or [str(label) for label in range(number)])
         return replace(self, y=labels, num_classes=number, class_names=tuple(names))
@@ -95,7 +126,9 @@ class Arrays:
     def __post_init__(self) -> None:
         what = f"Dataset {self.name!r}"
         kind = {"images": np.uint8, "table": np.float64}[self.preparation.kind] if self.preparation else np.float32
-        if self.x.dtype != kind or self.x.ndim < 2:
+        if self.vocabulary:
+            check_tokens(what, self.x, self.vocabulary)
+        elif self.x.dtype != kind or self.x.ndim < 2:
             raise DataError(
                 f"{what} has x of type {self.x.dtype} and shape {self.x.shape}; expected float32 with one "
                 "row per sample: features (samples, F), windows (samples, C, L) or images (samples, C, H, W)."
@@ -107,15 +140,22 @@ class Arrays:
                 f"{what} has {len(self.x)} samples in x but y has shape {self.y.shape}; "
                 "give one target for every sample."
             )
-        if not self.preparation and not _finite(self.x):
+        if not (self.preparation or self.vocabulary) and not _finite(self.x):
             raise DataError(f"{what} has NaN or infinite values in x; remove or replace those samples.")
-        if self.num_classes:
+        if self.per_token:
+            check_labels_of_tokens(what, self.x, self.y, self.num_classes)
+        elif self.num_classes:
             _check_labels(what, self.y, self.num_classes)
         else:
             _check_targets(what, self.y)
         if self.multilabel and (self.y.ndim != 2 or not np.isin(self.y, (0, 1)).all()):
             raise DataError(
                 f"{what} has labels other than 0 and 1; expected one of these for each label that may hold."
+            )
+        if len(self.alphabet) not in (0, self.vocabulary):
+            raise DataError(
+                f"{what} has an alphabet of {len(self.alphabet)} characters for {self.vocabulary} tokens; give one for "
+                "each."
             )
         if len(self.class_names) not in (0, self.num_outputs):
             raise DataError(
@@ -138,6 +178,38 @@ def digest_of(*parts: np.ndarray) -> str:
         found.update(f"{part.dtype}{part.shape}".encode())
         found.update(np.ascontiguousarray(part).data.cast("B"))
     return found.hexdigest()
+
+
+def check_tokens(what: str, x: np.ndarray, vocabulary: int) -> None:
+    """Refuse samples that are no sequences of tokens 0 to ``vocabulary - 1``."""
+    if x.dtype != np.int64 or x.ndim != 2 or not x.size:
+        raise DataError(
+            f"{what} has x of type {x.dtype} and shape {x.shape}; expected tokens: int64 of shape (samples, length)."
+        )
+    fault = Tokens(vocabulary).fault(int(x.min()), int(x.max()))
+    if fault:
+        raise DataError(
+            f"{what} has {fault}. Give the vocabulary that the samples were made with; or, if they are features, give "
+            "them as floating-point numbers."
+        )
+
+
+def check_labels_of_tokens(what: str, x: np.ndarray, y: np.ndarray, num_classes: int) -> None:
+    """Refuse labels that are not one for each token, 0 to ``num_classes - 1`` or -1 for none."""
+    if y.dtype != np.int64 or y.shape != x.shape:
+        raise DataError(
+            f"{what} has labels of type {y.dtype} and shape {y.shape} for tokens of shape {x.shape}; expected one "
+            "whole number for each token, or one for each sample."
+        )
+    if y.min() < UNLABELLED or y.max() >= num_classes:
+        raise DataError(
+            f"{what} has labels from {y.min()} to {y.max()}; expected 0 to {num_classes - 1}, or {UNLABELLED} for a "
+            "token that has none."
+        )
+    if not (y != UNLABELLED).any(1).all():
+        raise DataError(
+            f"{what} has {int((y == UNLABELLED).all(1).sum())} samples without a label on any token; leave them out."
+        )
 
 
 def _finite(values: np.ndarray) -> bool:

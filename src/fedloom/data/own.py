@@ -10,6 +10,10 @@ the second is not.
 Images of bytes (uint8, 4 axes) are raw: they are centred and scaled by their channels' mean and deviation in training
 data (``preparation``). Any other numbers are taken as they are, so normalise them first.
 
+Whole numbers in x with two axes are sequences of tokens, (samples, length), from 0; how many different ones there are
+follows from them, or is given as ``vocabulary``. Give features that are whole numbers as floating-point ones, or as
+bytes. Labels of tokens are one for each sample, or one for each token, (samples, length), with -1 for none.
+
 Whole numbers and text in y are classes; those that are not all of 0 to C - 1 are numbered in their order, and keep
 their names. Truth values, or zeros and ones, of shape (samples, k) say of k labels which hold (multi-label).
 Floating-point numbers in y are targets of a regression, one or several. Those that are all whole, with many samples of
@@ -31,7 +35,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.labels import classes_of, coded
 from fedloom.data.preparation import images
 
-Task = Literal["classification", "multilabel", "regression"]
+Task = Literal["classification", "multilabel", "regression", "seq"]
 GROUP = "group_"
 """How the names of arrays begin that are groupings."""
 _CHANNELS = (1, 3, 4)
@@ -46,6 +50,8 @@ def from_arrays(
     task: Task | None = None,
     classes: Sequence[str] | ArrayLike | None = None,
     groups: Mapping[str, ArrayLike] | None = None,
+    vocabulary: int | None = None,
+    alphabet: str = "",
 ) -> Arrays:
     """A dataset from arrays; ``client`` names each sample's client, ``split`` its part (train, val, test).
 
@@ -53,14 +59,16 @@ def from_arrays(
 
     Without a task, whole numbers and text in y mean classification, truth values (samples, k) multi-label
     classification, and floating-point numbers regression. ``classes`` names all classes in their order, also those of
-    which there is no sample here; of several labels or targets, each of them.
+    which there is no sample here; of several labels or targets, each of them. ``vocabulary`` says how many different
+    tokens there are, without it as many as the largest one needs; ``alphabet`` what they stand for.
     """
     what = f"Dataset {name!r}"
     features, targets = _array(what, "x", x), _array(what, "y", y)
     named = {**({} if client is None else {"client": client}), **(groups or {})}
     targets = targets.astype(str) if targets.dtype.kind == "S" else targets
+    tokens = vocabulary is not None or are_tokens(features)
     if task is None:
-        task = _task(what, targets)
+        task = "seq" if tokens and _are_of_tokens(features, targets) else _task(what, targets)
     elif task not in get_args(Task):
         raise unknown("task", task, get_args(Task))
     names = () if classes is None else tuple(_array(what, "classes", classes).astype(str).tolist())
@@ -70,12 +78,17 @@ def from_arrays(
     if task == "classification":
         labels, names = _labels(what, targets, names)
         num_classes = len(names) or int(labels.max(initial=0)) + 1
+    elif task == "seq":
+        labels = _labels_of_tokens(what, targets)
+        num_classes = len(names) or max(1, int(labels.max(initial=0)) + 1)
     else:
         labels = _float32(what, "y", targets)
-    samples = _features(what, features)
+    samples = _tokens(what, features) if tokens else _features(what, features)
     return Arrays(
         name=name,
         x=samples,
+        vocabulary=(vocabulary or _vocabulary(what, features)) if tokens else 0,
+        alphabet=alphabet,
         y=labels,
         num_classes=num_classes,
         split=None if split is None else _array(what, "split", split).astype(str),
@@ -92,29 +105,33 @@ def from_npz(path: str | Path) -> Arrays:
     An array ``group_NAME`` is a grouping of that name.
     """
     path = Path(path)
-    content = _read_npz(path, optional=("client", "split", "classes"))
+    content = _read_npz(path, optional=("client", "split", "classes", "vocabulary"))
+    vocabulary = _given_vocabulary(path, content)
     given = {key: content.get(key) for key in ("client", "split", "classes")}
-    return from_arrays(content["x"], content["y"], name=path.stem, groups=_groups(content), **given)  # type: ignore[arg-type]
+    groups = _groups(content)
+    return from_arrays(content["x"], content["y"], name=path.stem, groups=groups, vocabulary=vocabulary, **given)  # type: ignore[arg-type]
 
 
 def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
     """A newcomer's samples, raw if they are images of bytes, and their labels if there are any (-1: not known)."""
     path = Path(path)
-    content = _read_npz(path, optional=("y",), needed=("x",))
-    return _features(str(path), content["x"]), content.get("y")
+    content = _read_npz(path, optional=("y", "vocabulary"), needed=("x",))
+    x = content["x"]
+    return _tokens(str(path), x) if are_tokens(x) else _features(str(path), x), content.get("y")
 
 
 def from_folder(path: str | Path) -> Arrays:
     """A dataset from a folder with one .npz file per client, named after it: x, y and perhaps split and classes.
 
-    Clients need not have samples of every class.
+    Clients need not have samples of every class, nor every token.
     """
     path = Path(path)
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"{path} holds no .npz file; expected one per client, with the arrays x and y.")
-    contents = [_read_npz(file, optional=("split", "classes")) for file in files]
+    contents = [_read_npz(file, optional=("split", "classes", "vocabulary")) for file in files]
     classes = [content.pop("classes", None) for content in contents]
+    given = [_given_vocabulary(file, content) for file, content in zip(files, contents)]
     for file, content, own in zip(files, contents, classes):
         if not np.array_equal(own, classes[0]):  # type: ignore[arg-type]
             raise DataError(f"{file} names other classes than {files[0]}; give every client the same ones.")
@@ -122,9 +139,11 @@ def from_folder(path: str | Path) -> Arrays:
     joined = {key: np.concatenate([content[key] for content in contents]) for key in contents[0]}
     client = np.repeat([file.stem for file in files], [len(content["x"]) for content in contents])
     name = path.resolve().name
+    vocabulary = None if None in given else max(number for number in given if number is not None)
     return from_arrays(
-        joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0], groups=_groups(joined)
-    )
+        joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0], groups=_groups(joined),
+        vocabulary=vocabulary,
+    )  # fmt: skip
 
 
 def _groups(content: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -175,6 +194,41 @@ def _features(what: str, x: np.ndarray) -> np.ndarray:
     if x.ndim == 4 and x.dtype == np.uint8:
         return np.ascontiguousarray(x)
     return _float32(what, "x", x)
+
+
+def are_tokens(x: np.ndarray) -> bool:
+    """Whether samples are sequences of tokens: whole numbers on two axes, other than bytes."""
+    return x.ndim == 2 and x.dtype.kind in "iu" and x.dtype != np.uint8
+
+
+def _tokens(what: str, x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind not in "iu" or x.ndim != 2:
+        raise DataError(
+            f"{what} has x of type {x.dtype} and shape {x.shape} with a vocabulary; expected whole numbers of shape "
+            "(samples, length)."
+        )
+    return x.astype(np.int64, order="C")
+
+
+def _vocabulary(what: str, x: np.ndarray) -> int:
+    """As many tokens as the largest one needs."""
+    if x.size and int(x.min()) < 0:
+        raise DataError(
+            f"{what} has whole numbers from {x.min()} to {x.max()} in x, on two axes, which are tokens from 0; if they "
+            "are features, give them as floating-point numbers."
+        )
+    return int(x.max()) + 1 if x.size else 1
+
+
+def _are_of_tokens(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether labels are of tokens and not of samples: whole numbers for each, or others than zeros and ones."""
+    return y.ndim == 2 and y.dtype.kind in "iu" and (y.shape == x.shape or not np.isin(y, (0, 1)).all())
+
+
+def _labels_of_tokens(what: str, y: np.ndarray) -> np.ndarray:
+    if y.dtype.kind not in "iu":
+        raise DataError(f"{what} has labels of tokens of type {y.dtype}; expected whole numbers.")
+    return y.astype(np.int64)
 
 
 def _float32(what: str, key: str, values: np.ndarray) -> np.ndarray:
@@ -257,9 +311,19 @@ def _read_npz(path: Path, optional: tuple[str, ...], needed: tuple[str, ...] = (
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected {' and '.join(needed)}"
             f"{''.join(f', optionally {key}' for key in optional)}."
         )
-    if any(array.ndim == 0 for array in arrays.values()):
+    if any(array.ndim == 0 for name, array in arrays.items() if name != "vocabulary"):
         raise DataError(f"{path} has an array without axes; expected one entry per sample in each.")
     return arrays
+
+
+def _given_vocabulary(path: Path, content: dict[str, np.ndarray]) -> int | None:
+    """How many tokens there are, if a file says so; it is taken out of ``content``."""
+    if "vocabulary" not in content:
+        return None
+    given = content.pop("vocabulary")
+    if given.size != 1 or given.dtype.kind not in "iu" or int(given.reshape(())) < 1:
+        raise DataError(f"{path} has the vocabulary {given}; expected one whole number, how many tokens there are.")
+    return int(given.reshape(()))
 
 
 def _check_size(path: Path, content: Any) -> None:

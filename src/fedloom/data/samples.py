@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.errors import DataError
+from fedloom.core.tokens import Tokens
 from fedloom.data.arrays import Arrays
 from fedloom.data.labels import coded
 from fedloom.data.own import from_arrays, from_torch_dataset, samples_from_npz
@@ -67,8 +68,10 @@ def raw_samples(x: Any, preparation: Preparation) -> np.ndarray:
     return raw
 
 
-def prepared_samples(x: Any, shape: tuple[int, ...], preparation: Preparation | None) -> Tensor:
-    """Samples as networks take them: raw ones prepared, checked to be of that shape and finite."""
+def prepared_samples(
+    x: Any, shape: tuple[int, ...], preparation: Preparation | None, tokens: Tokens | None = None
+) -> Tensor:
+    """Samples as networks take them: raw ones prepared, checked to be of that shape and finite, or tokens."""
     if preparation is not None:
         raw = raw_samples(x, preparation)
         if preparation.kind == "images":
@@ -81,7 +84,7 @@ def prepared_samples(x: Any, shape: tuple[int, ...], preparation: Preparation | 
     plain = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
     if isinstance(plain, np.ndarray) and plain.dtype == np.uint8 and plain.ndim == 4:
         return checked_samples(arranged(plain, shape).astype(np.float32) / 255, shape)
-    return checked_samples(x, shape)
+    return checked_samples(x, shape, tokens)
 
 
 def arranged(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -100,14 +103,23 @@ def labels_among(x: Any, preparation: Preparation | None) -> Any:
     return targets_of(columns, preparation.targets, "The table", unknown=True)
 
 
-def checked_samples(x: Any, shape: tuple[int, ...]) -> Tensor:
-    """Samples of that shape, all finite."""
+def checked_samples(x: Any, shape: tuple[int, ...], tokens: Tokens | None = None) -> Tensor:
+    """Samples of that shape, all finite; or tokens of the vocabulary."""
     samples = _tensor(x, "samples")
     if not samples.ndim or tuple(samples.shape[1:]) != shape:
         raise DataError(
             f"Got samples of shape {tuple(samples.shape)}; expected (samples, {', '.join(map(str, shape))}), "
             "as in this federation."
         )
+    if tokens:
+        if samples.is_floating_point() or samples.dtype == torch.bool:
+            raise DataError(
+                f"Got samples of type {samples.dtype}; expected tokens, whole numbers, as in this federation."
+            )
+        fault = tokens.fault(int(samples.min()), int(samples.max())) if len(samples) else ""
+        if fault:
+            raise DataError(f"Got {fault}, as in this federation.")
+        return samples.to(torch.int64)
     if not samples.isfinite().all():
         raise DataError("Got samples with NaN or infinite values; remove or replace them.")
     return samples
@@ -118,8 +130,10 @@ def checked_labels(
 ) -> Tensor:
     """Labels of that shape: numbers or names of classes, or any finite numbers where there are no classes.
 
-    ``unknown_allowed``: -1, or a text without letters, stands for a label that is not known.
+    ``unknown_allowed``: -1, or a text without letters, stands for a label that is not known, as -1 always does where
+    each token has one.
     """
+    unknown_allowed = unknown_allowed or len(shape) > 1
     y = numbered(y, names or [str(number) for number in range(classes)], unknown=unknown_allowed)
     labels = _tensor(y, "labels")
     if tuple(labels.shape) != shape:

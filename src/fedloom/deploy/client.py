@@ -49,7 +49,7 @@ from fedloom.runs.export import export
 from fedloom.runs.files import write_file
 from fedloom.runs.options import RunOptions
 from fedloom.training.config import algorithm_of
-from fedloom.training.machine import device_of, task_named
+from fedloom.training.machine import device_of
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +122,10 @@ class Participant:
         device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
         network = build_model(about)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
-        spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs)
+        spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs, settings.tokens)
         narrow = torch.bfloat16 if options.precision == "bf16" else dtype
         self.model = Model(spec, device, dtype, training_dtype=narrow)
-        self.task = task_named(options.task if options.task != "auto" else "classification")
+        self.task = settings.task
         self.federation = self._federation(load_data(about), device, dtype)
 
     @property
@@ -249,7 +249,7 @@ class Participant:
         for split in SPLITS:
             if split in parts:
                 x, y = self._checked(split, *parts[split])
-                xs.append(x.to(device, dtype))
+                xs.append(x.to(device, self.model.input_dtype))
                 ys.append(y.to(device, dtype if y.is_floating_point() else torch.int64))
             length = len(xs[-1]) if split in parts else 0
             rows[split] = np.arange(start, start + length)
@@ -267,8 +267,16 @@ class Participant:
             raise Refusal(f"has {split} samples of shape {tuple(x.shape[1:])}; this federation's have {shape}.")
         if not x.isfinite().all():
             raise Refusal(f"has {split} samples with NaN or infinite values.")
+        tokens = self.settings.tokens
+        if tokens and len(x):
+            if x.is_floating_point():
+                raise Refusal(f"has {split} samples of type {x.dtype}; this federation's are tokens, whole numbers.")
+            fault = tokens.fault(int(x.min()), int(x.max()))
+            if fault:
+                raise Refusal(f"has {split} samples with {fault}.")
+        targets = shape if self.task.per_token else ()
         if y is None:  # no program may read these: any use of them as classes fails
-            y = torch.full((len(x),), -1)
+            y = torch.full((len(x), *targets), -1)
         try:
             y = numbered(y, self.settings.deploy.class_names if self.task.class_scores else (), unknown=True)
         except DataError as error:
@@ -277,7 +285,13 @@ class Participant:
         y = torch.as_tensor(y)
         if len(y) != len(x):
             raise Refusal(f"has another number of {split} labels than of {split} samples.")
-        if self.task.class_scores and len(y) and (int(y.min()) < -1 or int(y.max()) >= outputs):
+        if self.task.per_token and tuple(y.shape[1:]) != targets:
+            raise Refusal(f"has {split} labels of shape {tuple(y.shape[1:])}; expected one for each token, {targets}.")
+        if (
+            (self.task.class_scores or self.task.per_token)
+            and len(y)
+            and (int(y.min()) < -1 or int(y.max()) >= outputs)
+        ):
             raise Refusal(f"has {split} labels outside of 0 to {outputs - 1}.")
         return x, y
 

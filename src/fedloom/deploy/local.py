@@ -166,7 +166,7 @@ def running(app: App, roster: Roster) -> Iterator[Federation]:
     with federation.processes:
         federation.start_link()
         for number, client in enumerate(roster.clients):
-            told = {"model": network(app.trial, number, app.settings.deploy.shape)}
+            told = {"model": network(app.trial, number, app.settings.deploy.shape, app.settings.tokens)}
             federation.start_node(client, told | ({"role": "newcomer"} if number >= roster.nodes else {}))
         yield federation
 

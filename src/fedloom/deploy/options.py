@@ -11,7 +11,10 @@ from typing import Any, Literal, NamedTuple
 from fedloom import algorithms
 from fedloom.core.config import build, check, option
 from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
+from fedloom.core.tokens import Tokens
 from fedloom.runs.options import RunOptions
+from fedloom.training.machine import task_named
 
 SHARED = (
     "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "average", "adapt", "adapt_clip",
@@ -42,6 +45,10 @@ class DeployOptions:
     input_shape: str = option("", "The shape of a sample, e.g. 3x32x32.")
     num_outputs: int = option(0, "The number of classes, or of target values.", low=0)
     classes: str = option("", "Names of the classes in their order, separated by commas; empty: numbers from 0.")
+    vocabulary: int = option(
+        0, "For samples of tokens, whole numbers from 0: how many different tokens there are; 0: samples are numbers.",
+        low=0,
+    )  # fmt: skip
     networks: str = option("", "Import paths of clients' own networks, separated by commas, e.g. client:Net.")
     nodes: int = option(2, "Clients to wait for before round 1.", low=1)
     wait: float = option(600.0, "Seconds to wait for clients that are missing.", low=0)
@@ -107,6 +114,16 @@ class Settings(NamedTuple):
     config: Any
     deploy: DeployOptions
 
+    @property
+    def task(self) -> Task:
+        """What the clients' models are for."""
+        return CLASSIFICATION if self.run.task == "auto" else task_named(self.run.task)
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What samples of tokens are like; None: samples are numbers."""
+        return Tokens(self.deploy.vocabulary, self.task.per_token) if self.deploy.vocabulary else None
+
 
 def read(table: Mapping[str, Any]) -> Settings:
     """The settings in an app's table, in which names have dashes."""
@@ -134,4 +151,8 @@ def read(table: Mapping[str, Any]) -> Settings:
     classes, outputs = len(set(settings.deploy.class_names)), settings.deploy.num_outputs
     if classes not in (0, outputs):
         raise ConfigError(f"classes names {classes} of the {outputs} that num-outputs says; name each once.")
+    if settings.run.task == SEQUENCE.name and not settings.tokens:
+        raise ConfigError(
+            "vocabulary is 0, and the task is seq, a label for each token; say how many tokens there are."
+        )
     return settings

@@ -73,6 +73,7 @@ def _app(folder: Path, method: str, options: RunOptions, config: Any, federation
         "input_shape": "x".join(map(str, federation.x.shape[1:])),
         "num_outputs": model.num_outputs,
         "task": next((name for name, task in TASKS.items() if task is federation.task), options.task),
+        "vocabulary": model.tokens.vocabulary if model.tokens else 0,
         "networks": ",".join(name for name in _names(options) if ":" in name),
         "quorum": 0.0,
         "deliver": False,

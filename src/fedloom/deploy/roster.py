@@ -21,6 +21,7 @@ from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core import contract
 from fedloom.core.errors import NeedsError
 from fedloom.core.task import Task
+from fedloom.core.tokens import Tokens
 from fedloom.core.trees import ClientId, Tree, flatten, unflatten
 from fedloom.deploy.lobby import Greeting
 from fedloom.models.model import Model
@@ -40,6 +41,7 @@ def federation_of(
     task: Task,
     device: torch.device,
     dtype: torch.dtype,
+    tokens: Tokens | None,
 ) -> Federation:
     """A roster of those who told of themselves, in that order, and no samples. A split is one row if there is any."""
     models: dict[Any, contract.Model] = {}
@@ -47,15 +49,16 @@ def federation_of(
     def model(one: Greeting) -> contract.Model:
         kind = one.model or one.size
         if kind not in models:
-            models[kind] = _model(one, shape, outputs, networks, device, dtype)
+            models[kind] = _model(one, shape, outputs, networks, device, dtype, tokens)
         return models[kind]
 
     def client(one: Greeting) -> Client:
         rows = {split: np.arange(int(split in one.splits)) for split in SPLITS}
         return Client(one.client, model(one), rows, one.role == "newcomer")
 
-    labels = torch.int64 if task.class_scores else dtype
-    nothing = torch.empty((0, *shape), dtype=dtype, device=device), torch.empty(0, dtype=labels, device=device)
+    labels = torch.int64 if task.class_scores or task.per_token else dtype
+    samples = torch.int64 if tokens else dtype
+    nothing = torch.empty((0, *shape), dtype=samples, device=device), torch.empty(0, dtype=labels, device=device)
     ordered = sorted(greetings, key=lambda one: one.role == "newcomer")
     return Federation(*nothing, task, {one.client: client(one) for one in ordered})
 
@@ -67,19 +70,26 @@ def _model(
     networks: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
+    tokens: Tokens | None,
 ) -> contract.Model:
     if one.model is None:
-        return SizeOnly(SizeSpec(one.size, shape, outputs), device, dtype)
+        return SizeOnly(SizeSpec(one.size, shape, outputs, tokens), device, dtype)
     name, options = one.model
     if ":" in name and name not in networks:  # what a client names is imported only if the server's own config has it
         raise NeedsError(
             f"Client {one.client} has the network {name}, which the app does not list. Add it to networks."
         )
-    return Model(ModelSpec(name, options, shape, outputs), device, dtype)
+    return Model(ModelSpec(name, options, shape, outputs, tokens), device, dtype)
 
 
 def check_model(
-    one: Greeting, wanted: str, largest: int, shape: tuple[int, ...], outputs: int, networks: Sequence[str]
+    one: Greeting,
+    wanted: str,
+    largest: int,
+    shape: tuple[int, ...],
+    outputs: int,
+    networks: Sequence[str],
+    tokens: Tokens | None = None,
 ) -> None:
     """Before a model is built: its client says of it what the method needs, and it is not too large."""
     if (one.model is None) != (wanted == "size"):
@@ -88,7 +98,7 @@ def check_model(
         if not 1 <= one.size <= largest:
             raise NeedsError(f"it has {one.size:,} parameters; expected 1 to {largest:,}, as the setting largest says.")
     elif ":" not in one.model[0] or one.model[0] in networks:
-        _try_building(ModelSpec(*one.model, shape, outputs), largest)
+        _try_building(ModelSpec(*one.model, shape, outputs, tokens), largest)
 
 
 def _try_building(spec: ModelSpec, largest: int) -> None:
@@ -147,8 +157,10 @@ def roster_of(
         counts = {split: len(client.rows[split]) for split in SPLITS} | {"train": samples[client.id]}
         members.append(Member(client.id, client.unseen, name, model.size, counts))
     first = next(iter(federation.models.values()))
-    targets = () if classes or first.num_outputs == 1 else (first.num_outputs,)
-    return Roster(first.input_shape, first.num_outputs, classes, names, targets, members)
+    targets: tuple[int, ...] = () if classes or first.num_outputs == 1 else (first.num_outputs,)
+    if first.tokens and first.tokens.per_token:
+        targets = first.input_shape
+    return Roster(first.input_shape, first.num_outputs, classes, names, targets, members, tokens=first.tokens)
 
 
 def in_order(clients: Sequence[ClientId]) -> list[ClientId]:

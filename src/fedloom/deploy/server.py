@@ -22,6 +22,7 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Sent, Setup
 from fedloom.core.errors import ConfigError, DivergedError, FedloomError, NeedsError, RoundError, RunError
 from fedloom.core.task import Task
+from fedloom.core.tokens import Tokens
 from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.deploy.bounds import weights_of
 from fedloom.deploy.codec import pack, refusal
@@ -37,7 +38,7 @@ from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
 from fedloom.training.config import algorithm_of, flat_config
 from fedloom.training.loop import save, train
-from fedloom.training.machine import device_of, task_named
+from fedloom.training.machine import device_of
 from fedloom.training.server import Server
 from fedloom.training.server_data import Form, ServerSamples, share_is_refused
 from fedloom.training.server_data import read as read_samples
@@ -180,7 +181,8 @@ def check_of(settings: Settings) -> Callable[[Greeting], None]:
     known, algorithm = Known.of(settings), algorithm_of(settings.method, settings.run)
 
     def check(one: Greeting) -> None:
-        check_model(one, algorithm.told, settings.deploy.largest, known.shape, known.outputs, known.networks)
+        check_model(one, algorithm.told, settings.deploy.largest, known.shape, known.outputs, known.networks,
+                    known.tokens)  # fmt: skip
         alone = known.federation([one._replace(role="participant")])
         setup = Setup(settings.config, alone.participants, alone.models, known.task, 0, known.device, known.dtype)
         violations = algorithm.needs.of_clients.violations(setup, algorithm.name)
@@ -199,15 +201,20 @@ class Known(NamedTuple):
     task: Task
     device: torch.device
     dtype: torch.dtype
+    tokens: Tokens | None
 
     @classmethod
     def of(cls, settings: Settings) -> Known:
         """From the app's table."""
         options, deploy = settings.run, settings.deploy
-        task = task_named(options.task if options.task != "auto" else "classification")
         networks = [name for name in deploy.networks.split(",") if name]
         device, dtype = device_of(options.device), getattr(torch, options.dtype)
-        return cls(deploy.shape, deploy.num_outputs, networks, task, device, dtype)
+        return cls(deploy.shape, deploy.num_outputs, networks, settings.task, device, dtype, settings.tokens)
+
+    @property
+    def classes(self) -> int:
+        """How many classes there are; 0 for a task without any."""
+        return self.outputs if self.task.class_scores or self.task.per_token else 0
 
     def federation(self, greetings: Sequence[Greeting]) -> Federation:
         """A federation of those who told of themselves."""
@@ -219,9 +226,10 @@ class Known(NamedTuple):
         share_is_refused(options.server_data)
         if not isinstance(options.server_data, str):
             return None
-        one, classes = self.outputs == 1, self.outputs if self.task.class_scores else 0
-        targets = () if classes or one else (self.outputs,)
-        form = Form(self.shape, classes, targets, settings.deploy.class_names if classes else ())
+        targets = () if self.classes or self.outputs == 1 else (self.outputs,)
+        names = settings.deploy.class_names if self.classes else ()
+        form = Form(self.shape, self.classes, self.shape if self.task.per_token else targets, names,
+                    tokens=self.tokens)  # fmt: skip
         return read_samples(options.server_data, options.data_root, form, labelled=labelled)
 
 
@@ -307,8 +315,7 @@ class Deployment(Trainer):
             config, federation.participants, federation.models, known.task, options.seed, known.device, known.dtype,
             options.rounds, own,
         )  # fmt: skip
-        classes = known.outputs if known.task.class_scores else 0
-        roster = roster_of(federation, self.greetings, classes, deploy.class_names)
+        roster = roster_of(federation, self.greetings, known.classes, deploy.class_names)
         return Server(method, algorithm, options, roster, setup, memories_here=False)
 
     def _engine(self, federation: Federation) -> Flower:

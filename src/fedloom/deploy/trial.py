@@ -15,11 +15,12 @@ from fedloom.clients.federation import SPLITS
 from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
 from fedloom.core.errors import DataError
+from fedloom.core.tokens import Tokens
 from fedloom.data.arrays import Arrays
 from fedloom.data.preparation import images_as_shares
 from fedloom.data.registry import load
 from fedloom.deploy.options import check_name
-from fedloom.models.spec import parse
+from fedloom.models.spec import parse, usual_network
 from fedloom.runs.files import file_name, write_file
 from fedloom.runs.options import RunOptions
 from fedloom.training.simulation import split
@@ -41,7 +42,8 @@ def about(dataset: str) -> dict[str, Any]:
     if any("," in name for name in arrays.class_names):
         raise DataError(f"{dataset} has a class whose name has a comma, which separates names in an app; rename it.")
     classes = ",".join(arrays.class_names)
-    return {"input_shape": shape, "num_outputs": arrays.num_outputs, "classes": classes, "task": arrays.task}
+    found = {"input_shape": shape, "num_outputs": arrays.num_outputs, "classes": classes, "task": arrays.task}
+    return {**found, "vocabulary": arrays.vocabulary} if arrays.vocabulary else found
 
 
 def _prepared(arrays: Arrays) -> Arrays:
@@ -59,9 +61,9 @@ def check(trial: Trial) -> None:
         parse_scheme(trial.partition)
 
 
-def network(trial: Trial, number: int, shape: tuple[int, ...]) -> str:
+def network(trial: Trial, number: int, shape: tuple[int, ...], tokens: Tokens | None) -> str:
     """The network of the node of that number."""
-    names = trial.model if trial.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+    names = trial.model if trial.model != "auto" else usual_network(shape, tokens)
     return names.split(",")[number % len(names.split(","))]
 
 

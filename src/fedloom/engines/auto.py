@@ -66,16 +66,16 @@ def _unfit(models: Iterable[Model]) -> Model | None:
 
 
 def heavy(model: Model) -> bool:
-    """Whether threads inside of its operators pay, by a bound of what a sample takes: every weight at every pixel."""
+    """Whether threads inside of its operators pay, by a bound: each weight at each of a sample's pixels or tokens."""
     convolves = any(len(shape) > 2 for shape in model.shapes.values())
-    pixels = math.prod(model.input_shape[1:]) if convolves else 1
+    pixels = math.prod(model.input_shape[1:]) if convolves else model.input_shape[0] if model.tokens else 1
     return bool(model.size * pixels >= HEAVY)
 
 
 def batchable(model: Model) -> bool:
     """Whether two clients of the model can be trained and tried as one: found by doing so, on zeros."""
     params, buffers = stack([model.init(0)] * 2), stack([model.fresh_buffers()] * 2)
-    x = torch.zeros(2, 2, *model.input_shape, device=model.device, dtype=model.dtype)
+    x = torch.zeros(2, 2, *model.input_shape, device=model.device, dtype=model.input_dtype)
     mask = torch.ones(2, dtype=torch.bool, device=model.device)
     key = torch.zeros((), dtype=torch.int64, device=model.device)
 

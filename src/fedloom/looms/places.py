@@ -62,7 +62,7 @@ def named_network(config: Any, like: Model) -> Model | None:
     """The network that ``--global-model`` names, for samples and outputs as those of ``like``; None if it is empty."""
     if not config.global_model:
         return None
-    spec = parse(config.global_model, like.input_shape, like.num_outputs)
+    spec = parse(config.global_model, like.input_shape, like.num_outputs, like.tokens)
     return network(spec, like.device, like.dtype)
 
 

@@ -70,6 +70,11 @@ def evaluate_handed_on(
     if mode == "ensemble":
         return tried(ensemble(setup, models, newcomers), replace(algorithm, predict=ensemble_predict))
     if mode == "nearest":
+        if setup.models[first].tokens:
+            raise NeedsError(
+                "The mode nearest tells clients apart by their samples as numbers, and these are tokens. Choose "
+                "sampled or ensemble."
+            )
         return tried(settle_statistics(setup, nearest(setup, models, newcomers, ask), ask))
     each = [tried(settle_statistics(setup, sent, ask)) for sent in sampled(setup, models, newcomers)]
     return {client: _mean([scores[client] for scores in each if client in scores]) for client in newcomers}

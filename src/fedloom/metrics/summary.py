@@ -5,7 +5,8 @@ The parts of a name: whose model (``deployed``: what each client would use; ``gl
 ``plain``: what clients of an adapted method would use without the adaptation), which clients (``participants`` or
 ``unseen``), which split, which metric. The plain metric is the mean over clients, each counted once (pFedHN's
 "federated accuracy"); ``_pooled`` counts every sample once; ``_std`` is the spread over clients; ``_worst10`` and
-``_best10`` are the means over the tenth of the clients that fare worst and best, one client at least.
+``_best10`` are the means over the tenth of the clients that fare worst and best, one client at least. Where each token
+has a label, ``perplexity`` is e to the power of the loss, that is the geometric mean of the clients' perplexities.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import numpy as np
 
 from fedloom.core.task import Task
 from fedloom.programs.evaluation import Score
+
+MOST_NATS = 500.0
+"""The largest loss that has a perplexity of its own: that of one larger is written as if it were this."""
 
 
 class Group(NamedTuple):
@@ -39,11 +43,13 @@ def summarise(scores: Mapping[str, Score], task: Task, group: Group) -> dict[str
     ranked = np.sort(values) if task.higher_is_better else np.sort(values)[::-1]
     tenth = max(1, len(values) // 10)
     name = f"{group}/{task.metric_name}"
+    loss = float(np.mean([score.loss for score in scores.values()]))
     return {
         name: float(values.mean()),
         f"{name}_pooled": float(values @ weights / weights.sum()),
         f"{name}_std": float(values.std()),
         f"{name}_worst10": float(ranked[:tenth].mean()),
         f"{name}_best10": float(ranked[-tenth:].mean()),
-        f"{group}/loss": float(np.mean([score.loss for score in scores.values()])),
+        f"{group}/loss": loss,
+        **({f"{group}/perplexity": float(np.exp(min(loss, MOST_NATS)))} if task.per_token else {}),
     }

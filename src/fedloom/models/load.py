@@ -13,14 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import DataError
+from fedloom.core.tokens import Tokens
 from fedloom.core.trees import Params, Tree, leaves, unflatten
 from fedloom.data.preparation import Preparation
 from fedloom.models.spec import parse
 
 
-def load_model(path: str | Path, model: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+def load_model(
+    path: str | Path,
+    model: str,
+    input_shape: tuple[int, ...],
+    num_outputs: int,
+    tokens: tuple[int, bool] | None = None,
+) -> nn.Module:
     """The network ``model`` with the parameters in ``path``, of the type they have there, in evaluation mode."""
-    spec, tensors = parse(model, input_shape, num_outputs), safetensors.torch.load_file(path)
+    known = Tokens(*tokens) if tokens else None
+    spec, tensors = parse(model, input_shape, num_outputs, known), safetensors.torch.load_file(path)
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     form, preparation = metadata.get(PREDICTOR), metadata.get("preparation")

@@ -47,7 +47,8 @@ class Model:
         self.spec = spec
         self.device, self.dtype = torch.device(device), dtype
         self.training_dtype = training_dtype or dtype
-        self.input_shape, self.num_outputs = spec.input_shape, spec.num_outputs
+        self.input_shape, self.num_outputs, self.tokens = spec.input_shape, spec.num_outputs, spec.tokens
+        self.input_dtype = torch.int64 if spec.tokens else dtype
         module = _seeded_build(spec, 0)
         _check_parameters(spec, module)
         module = module.to(self.device, dtype)
@@ -101,7 +102,8 @@ class Model:
             outputs: Tensor = functional_call(layer, inside, (z,))
             return outputs
         # what follows the head is only known as the rest of the forward pass
-        x = torch.zeros(len(z), *self.spec.input_shape, dtype=z.dtype, device=z.device)
+        dtype = self.input_dtype if self.tokens else z.dtype
+        x = torch.zeros(len(z), *self.spec.input_shape, dtype=dtype, device=z.device)
         hook = layer.register_forward_pre_hook(lambda layer, inputs: (z,))
         try:
             outputs = functional_call(self._eval, (dict(params), self._buffers), (x,))
@@ -127,7 +129,7 @@ class Model:
             layer.register_forward_hook(lambda layer, given, result: results.append(result)),
         ]
         try:
-            x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.dtype)
+            x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.input_dtype)
             with torch.no_grad():
                 outputs = functional_call(self._eval, self.fresh_buffers(), (x,))
         finally:
@@ -166,7 +168,7 @@ class Model:
         if self.training_dtype != self.dtype:
             # running statistics keep their type: batch_norm computes them in it
             state |= {n: v.to(self.training_dtype) for n, v in state.items() if n not in kept}
-            x = x.to(self.training_dtype)
+            x = x if self.tokens else x.to(self.training_dtype)
         with _Replaced(mask, key) if self._special else nullcontext():
             outputs = call(self._train, state, (self._arranged(x),))
         return outputs.to(self.dtype), {**buffers, **{name: state[name] for name in kept}}
@@ -214,7 +216,7 @@ class Model:
                     f"{self.spec}: layer {name} is an InstanceNorm with track_running_stats=True; its running "
                     "statistics would count padding. Use the default."
                 )
-        x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.dtype)
+        x = torch.zeros(2, *self.spec.input_shape, device=self.device, dtype=self.input_dtype)
         mask = torch.ones(2, dtype=torch.bool, device=self.device)
         devices = [self.device] if self.device.type == "cuda" else []
         before = _generators(self.device)
@@ -237,10 +239,13 @@ class Model:
             drew = not torch.equal(before, _generators(self.device))
         if drew:
             raise ConfigError(f"{self.spec}: {_draws('a function that')}")
-        if not isinstance(outputs, Tensor) or outputs.shape != (2, self.num_outputs):
+        per_token = self.input_shape if self.tokens and self.tokens.per_token else ()
+        expected = (2, *per_token, self.num_outputs)
+        if not isinstance(outputs, Tensor) or outputs.shape != expected:
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            each = "one row for each token" if per_token else "one row each"
             raise ConfigError(
-                f"{self.spec} gives {got} for two samples; expected (2, {self.num_outputs}), one row each. "
+                f"{self.spec} gives {got} for two samples; expected {expected}, {each}. "
                 "Give the network num_outputs outputs."
             )
         called: set[str] = replaced.called

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import NeedsError
+from fedloom.core.tokens import Tokens
 from fedloom.core.trees import Params, Tree
 
 
@@ -20,6 +21,7 @@ class SizeSpec(NamedTuple):
     size: int
     input_shape: tuple[int, ...]
     num_outputs: int
+    tokens: Tokens | None = None
 
     def __str__(self) -> str:
         return f"{self.size} parameters"
@@ -44,6 +46,14 @@ class SizeOnly:
     @property
     def num_outputs(self) -> int:
         return self.spec.num_outputs
+
+    @property
+    def tokens(self) -> Tokens | None:
+        return self.spec.tokens
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return torch.int64 if self.tokens else self.dtype
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

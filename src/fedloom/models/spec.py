@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.tokens import Tokens
 from fedloom.core.trust import PACKAGE, import_path, is_own, path_in
 from fedloom.models import zoo
 
@@ -31,6 +32,7 @@ class ModelSpec:
     options: tuple[tuple[str, Any], ...]
     input_shape: tuple[int, ...]
     num_outputs: int
+    tokens: Tokens | None = None
 
     def __str__(self) -> str:
         return ":".join([self.name, *(f"{key}={_text(value)}" for key, value in self.options)])
@@ -41,6 +43,9 @@ class ModelSpec:
         signature = inspect.signature(network)
         wanted = signature.parameters
         given = {"input_shape": self.input_shape, "num_outputs": self.num_outputs}
+        if self.tokens:
+            given |= self.tokens._asdict()
+        self._check_takes_samples(wanted)
         given = {name: value for name, value in given.items() if _takes(wanted, name)}
         for name, _ in self.options:
             if name in given or not _takes(wanted, name):
@@ -52,8 +57,23 @@ class ModelSpec:
             raise ConfigError(f"{self}: {error}; give it as an option, as in {self.name}:option=value.") from None
         return network(**arguments)
 
+    def _check_takes_samples(self, wanted: Mapping[str, inspect.Parameter]) -> None:
+        """Refuse tokens to those of fedloom's networks that take numbers, and numbers to those that take tokens."""
+        takes_tokens = "vocabulary" in wanted
+        if ":" in self.name or takes_tokens == bool(self.tokens):
+            return
+        if self.tokens:
+            raise ConfigError(
+                f"{self.name} takes numbers, and samples of whole numbers are tokens. Use --model gru, lstm or "
+                "transformer; or, if they are features, give them as floating-point numbers."
+            )
+        raise ConfigError(
+            f"{self.name} takes tokens, whole numbers of shape (samples, length); these samples are numbers of shape "
+            f"{self.input_shape}. Use --model {'lenet or mlp' if len(self.input_shape) > 1 else 'mlp'}."
+        )
 
-def parse(text: str, input_shape: tuple[int, ...], num_outputs: int) -> ModelSpec:
+
+def parse(text: str, input_shape: tuple[int, ...], num_outputs: int, tokens: Tokens | None = None) -> ModelSpec:
     """The spec that ``text`` names, checked for existence."""
     text = text.strip()
     name = path_in(text) or text.partition(":")[0]
@@ -67,7 +87,12 @@ def parse(text: str, input_shape: tuple[int, ...], num_outputs: int) -> ModelSpe
         if key in options:
             raise ConfigError(f"--model {text}: {key} is given twice. Give it once.")
         options[key] = _value(value)
-    return ModelSpec(name, tuple(sorted(options.items())), tuple(input_shape), num_outputs)
+    return ModelSpec(name, tuple(sorted(options.items())), tuple(input_shape), num_outputs, tokens)
+
+
+def usual_network(input_shape: tuple[int, ...], tokens: Tokens | None) -> str:
+    """The network that ``auto`` stands for."""
+    return "gru" if tokens else "lenet" if len(input_shape) == 3 else "mlp"
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Model, Program, Sent
 from fedloom.core.random import fold, normal
+from fedloom.core.task import labelled
 from fedloom.core.trees import ClientId, Tree
 
 EVALUATION, PLAIN, GLOBAL, MIXED = "evaluate", "evaluate_plain", "evaluate_global", "evaluate_mixed"
@@ -33,11 +34,12 @@ DIVERGED = 1e30
 
 
 class Score(NamedTuple):
-    """A client's result on a split: means over its samples."""
+    """A client's result on a split: means over its samples, or over their tokens where each has a label."""
 
     loss: float
     metric: float
     samples: int
+    """Or labelled tokens."""
 
 
 def evaluate(
@@ -107,7 +109,8 @@ def _bounded_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, 
     def bounded(measure: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda outputs, y: measure(outputs, y).nan_to_num(BOUND, BOUND, 0).clamp(0, BOUND)
 
-    held = replace(home, task=replace(task, loss=bounded(task.loss), metric=bounded(task.metric)))
+    # a sample counts once, however many tokens it has
+    held = replace(home, task=replace(task, loss=bounded(task.loss), metric=bounded(task.metric), per_token=False))
     return _step(algorithm, held, shared, carry, batch)
 
 
@@ -141,10 +144,15 @@ def _step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: B
     loss, metric = home.task.loss(outputs, batch.y), home.task.metric(outputs, batch.y)
     worst = 0.0 if home.task.higher_is_better else DIVERGED
     fine = outputs.isfinite().flatten(1).all(1) & loss.isfinite()
+    loss, metric = torch.where(fine, loss, DIVERGED), torch.where(fine, metric, worst)
+    samples = batch.mask.sum()
+    if home.task.per_token:
+        tokens = labelled(batch.y)
+        loss, metric, samples = loss * tokens, metric * tokens, batch.sum(tokens)
     return carry._replace(
-        loss=carry.loss + batch.sum(torch.where(fine, loss, DIVERGED)),
-        metric=carry.metric + batch.sum(torch.where(fine, metric, worst)),
-        samples=carry.samples + batch.mask.sum(),
+        loss=carry.loss + batch.sum(loss),
+        metric=carry.metric + batch.sum(metric),
+        samples=carry.samples + samples,
     )
 
 

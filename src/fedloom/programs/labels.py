@@ -53,7 +53,8 @@ def _init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:
 
 def _step(home: Home, shared: Tree, carry: Tensor, batch: Batch) -> Tensor:
     classes = torch.arange(carry.shape[0], device=carry.device)
-    return carry + ((batch.y[:, None] == classes) & batch.mask[:, None]).sum(0)
+    real = batch.mask.reshape(-1, *[1] * batch.y.dim())  # of tokens each has a label
+    return carry + ((batch.y[..., None] == classes) & real).flatten(0, -2).sum(0)
 
 
 def _final(noise: float, home: Home, shared: Tree, carry: Tensor, memory: Tree) -> tuple[Tree, Tree]:

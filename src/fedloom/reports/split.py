@@ -41,7 +41,7 @@ def picture(partition: Partition, arrays: Arrays, path: Path) -> Path:
     for unseen, (label, colour) in enumerate(LOOKS):
         rows = np.array([row for row, client in enumerate(partition.clients) if client.unseen == bool(unseen)], int)
         if len(rows):
-            (_dots if arrays.num_classes else _bars)(axes, rows, counts, label, colour)
+            (_dots if arrays.sample_classes else _bars)(axes, rows, counts, label, colour)
     _label(axes, partition, arrays)
     figure.legend(loc="outside lower center", ncols=2, fontsize=7)
     try:
@@ -52,10 +52,10 @@ def picture(partition: Partition, arrays: Arrays, path: Path) -> Path:
 
 
 def class_counts(partition: Partition, arrays: Arrays) -> np.ndarray:
-    """Samples by client and class; one column for regression."""
-    labels = arrays.y if arrays.num_classes else np.zeros(len(arrays), dtype=np.int64)
+    """Samples by client and class; one column where there are none."""
+    labels = arrays.y if arrays.sample_classes else np.zeros(len(arrays), dtype=np.int64)
     held = [np.concatenate([c.train, c.val, c.test]) for c in partition.clients]
-    return np.stack([np.bincount(labels[rows], minlength=max(arrays.num_classes, 1)) for rows in held])
+    return np.stack([np.bincount(labels[rows], minlength=max(arrays.sample_classes, 1)) for rows in held])
 
 
 def _dots(axes: Axes, rows: np.ndarray, counts: np.ndarray, label: str, colour: str) -> None:
@@ -69,7 +69,7 @@ def _bars(axes: Axes, rows: np.ndarray, counts: np.ndarray, label: str, colour: 
 
 
 def _label(axes: Axes, partition: Partition, arrays: Arrays) -> None:
-    clients, classes = len(partition.clients), arrays.num_classes
+    clients, classes = len(partition.clients), arrays.sample_classes
     axes.set_title(arrays.name)
     axes.set_ylabel("client")
     axes.set_yticks(range(clients), [client.id for client in partition.clients], fontsize=7)

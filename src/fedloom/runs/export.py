@@ -45,7 +45,7 @@ def export(
         about["preparation"] = preparation.as_text()
     if form != SAFETENSORS:
         whole = with_preparation(module.cpu(), preparation)
-        return write_portable(folder / stem, form, whole, spec.input_shape, about, preparation)
+        return write_portable(folder / stem, form, whole, spec.input_shape, about, preparation, spec.tokens)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     metadata = {**about, "format": "pt", **form_of(module)}
@@ -59,7 +59,8 @@ def export(
         "from fedloom.models.load import load_model\n"
         f"{path_of_code}"
         f'model = load_model(Path(__file__).with_suffix(".safetensors"), {str(spec)!r}, '
-        f"input_shape={spec.input_shape}, num_outputs={spec.num_outputs})\n"
+        f"input_shape={spec.input_shape}, num_outputs={spec.num_outputs}"
+        f"{f', tokens={tuple(spec.tokens)}' if spec.tokens else ''})\n"
         + (f"classes = {list(classes)!r}\n" if classes else "")
     )
     write_file(folder / f"{stem}.py", loader.encode())

@@ -51,7 +51,10 @@ class RunOptions:
         high=0.9,
     )
     task: str = option(
-        "auto", "classification, multilabel, regression, a task's import path, or auto: by the labels.", code=True
+        "auto",
+        "classification, multilabel, regression, seq (a label for each token), a task's import path, or auto: by the "
+        "labels.",
+        code=True,
     )
     model: str = option(
         "auto", "A network, several separated by commas (clients take them in turn), or an import path.", code=True

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedloom.core.errors import NeedsError, unknown
+from fedloom.core.tokens import Tokens
 from fedloom.data.preparation import Preparation
 from fedloom.runs.files import write_file, writing
 
@@ -39,10 +40,12 @@ def write_portable(
     input_shape: tuple[int, ...],
     about: Mapping[str, str],
     preparation: Preparation | None = None,
+    tokens: Tokens | None = None,
 ) -> Path:
     """Write ``module`` as ``form``, onnx or pt2, at ``path`` with that ending; ``about`` goes into the file.
 
-    ``preparation``: the module takes raw samples, of which it prepares those of ``input_shape``.
+    ``preparation``: the module takes raw samples, of which it prepares those of ``input_shape``. ``tokens``: what its
+    samples are like if they are not numbers.
     """
     if form not in FORMS:
         raise unknown("format", form, [SAFETENSORS, *FORMS])
@@ -50,7 +53,7 @@ def write_portable(
     kind = next((t.dtype for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()), torch.float32)
     module = module.cpu().eval()
     draws = torch.Generator().manual_seed(0)
-    samples = [torch.randn(number, *input_shape, generator=draws, dtype=kind) for number in BATCHES]
+    samples = [_samples((number, *input_shape), tokens, draws, kind) for number in BATCHES]
     if preparation:
         samples = [_raw(x, preparation) for x in samples]
     with torch.no_grad():
@@ -82,6 +85,13 @@ def _raw(x: Tensor, preparation: Preparation) -> Tensor:
     raw = torch.cat([column.to(x.dtype) for column in columns], 1)
     raw[0, 0] = torch.nan  # what is missing has its own way through
     return raw
+
+
+def _samples(shape: tuple[int, ...], tokens: Tokens | None, draws: torch.Generator, kind: torch.dtype) -> Tensor:
+    """Made-up samples."""
+    if tokens:
+        return torch.randint(tokens.vocabulary, shape, generator=draws)
+    return torch.randn(shape, generator=draws, dtype=kind)
 
 
 Run = Callable[[Tensor], Tensor]

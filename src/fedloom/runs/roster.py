@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import RunError
+from fedloom.core.tokens import Tokens
 from fedloom.data.preparation import Preparation
 
 FORMAT = 1
@@ -44,6 +45,10 @@ class Roster(NamedTuple):
     members: Sequence[Member]
     preparation: Preparation | None = None
     """How raw samples become those that networks take; None where they are given as networks take them."""
+    tokens: Tokens | None = None
+    """What samples of tokens are like; None: samples are numbers."""
+    alphabet: str = ""
+    """Of text: token i stands for its character i."""
 
     @property
     def classes(self) -> list[str]:
@@ -91,6 +96,8 @@ class Roster(NamedTuple):
             tuple(map(int, form["target_shape"])),
             members,
             preparation,
+            Tokens.of_json(form.get("tokens")),
+            str(form.get("alphabet", "")),
         )
 
     @classmethod

@@ -30,6 +30,7 @@ def card_of(server: Server, directory: RunDirectory, joins: str | None) -> dict[
             "prepared": _prepared(roster),
             "classes": list(roster.class_names) or roster.num_classes,
             "outputs": roster.num_outputs,
+            **({"tokens": roster.tokens.vocabulary, "alphabet": roster.alphabet} if roster.tokens else {}),
         },
         "architectures": architectures(server),
         "metrics": _metrics(server, directory),
@@ -103,7 +104,7 @@ def _interval(values: np.ndarray, server: Server) -> dict[str, Any]:
     bounds: tuple[float | None, float | None] = (None, None)
     if number > 1:
         half = float(stats.t.ppf((1 + LEVEL) / 2, number - 1) * values.std(ddof=1) / number**0.5)
-        most = 1.0 if server.setup.task.class_scores else mean + half  # an accuracy ends there
+        most = 1.0 if server.setup.task.metric_name == "accuracy" else mean + half  # an accuracy ends there
         bounds = (max(0.0, mean - half), min(most, mean + half))
     return {"mean": mean, "low": bounds[0], "high": bounds[1], "level": LEVEL, "clients": number}
 

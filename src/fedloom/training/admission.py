@@ -51,7 +51,7 @@ def admitted(
         raise NeedsError(
             f"The server of {algorithm.name} is told the sizes of models only; name the newcomer's network: --model."
         )
-    network = Model(parse(named, roster.input_shape, roster.num_outputs), setup.device, setup.dtype)
+    network = Model(parse(named, roster.input_shape, roster.num_outputs, roster.tokens), setup.device, setup.dtype)
     # labels that no program may read: any use of them as classes fails
     labels = torch.full((len(x), *roster.target_shape), -1, device=setup.device) if y is None else y
     labels = labels if roster.num_classes else labels.to(setup.dtype)

@@ -20,7 +20,7 @@ from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Ask, Cohort, Home, Seeds, Sent, Setup
 from fedloom.core.errors import NeedsError, RunError
 from fedloom.core.random import seed_of
-from fedloom.core.task import Task
+from fedloom.core.task import CLASSIFICATION, REGRESSION, SEQUENCE, Task
 from fedloom.core.trees import ClientId, Params, Tree, flatten, num_bytes
 from fedloom.core.trust import check as check_trust
 from fedloom.engines.engine import Session
@@ -301,21 +301,22 @@ def method_of(directory: RunDirectory) -> str:
 def models_of(roster: Roster, device: torch.device, dtype: torch.dtype) -> dict[ClientId, contract.Model]:
     """The network of each member; one object for equal ones."""
     built: dict[tuple[str | None, int], contract.Model] = {}
-    shape, outputs = roster.input_shape, roster.num_outputs
+    form = roster.input_shape, roster.num_outputs
     for member in roster.members:
         kind = (member.model, member.size)
         if kind not in built:
             if member.model is None:
-                built[kind] = SizeOnly(SizeSpec(member.size, shape, outputs), device, dtype)
+                built[kind] = SizeOnly(SizeSpec(member.size, *form, roster.tokens), device, dtype)
             else:
-                built[kind] = Model(parse(member.model, shape, outputs), device, dtype)
+                built[kind] = Model(parse(member.model, *form, roster.tokens), device, dtype)
     return {member.id: built[member.model, member.size] for member in roster.members}
 
 
 def task_of(name: str, roster: Roster) -> Task:
     """The task that ``name`` stands for in a run with this roster."""
-    auto = "classification" if roster.num_classes else "regression"
-    return task_named(auto if name == "auto" else name)
+    per_token = roster.tokens is not None and roster.tokens.per_token
+    auto = SEQUENCE if per_token else CLASSIFICATION if roster.num_classes else REGRESSION
+    return auto if name == "auto" else task_named(name)
 
 
 def _to(tree: Any, device: torch.device) -> Any:

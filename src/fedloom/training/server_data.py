@@ -12,7 +12,8 @@ import torch
 from fedloom.core.contract import Model, ServerData
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.task import Task
-from fedloom.data.arrays import Arrays, digest_of
+from fedloom.core.tokens import Tokens
+from fedloom.data.arrays import Arrays, check_tokens, digest_of
 from fedloom.data.preparation import Preparation, images_as_shares
 from fedloom.data.registry import load
 from fedloom.data.samples import prepared_samples, samples_from
@@ -29,6 +30,7 @@ class Form(NamedTuple):
     """Of one target; () for a label."""
     class_names: tuple[str, ...] = ()
     preparation: Preparation | None = None
+    tokens: Tokens | None = None
 
     @classmethod
     def of(
@@ -40,7 +42,8 @@ class Form(NamedTuple):
         preparation: Preparation | None = None,
     ) -> Form:
         """As this model takes them and this task has them."""
-        return cls(model.input_shape, model.num_outputs if task.class_scores else 0, target_shape, names, preparation)
+        classes = model.num_outputs if task.class_scores or task.per_token else 0
+        return cls(model.input_shape, classes, target_shape, names, preparation, model.tokens)
 
 
 class ServerSamples(NamedTuple):
@@ -61,7 +64,8 @@ class ServerSamples(NamedTuple):
         y = None if self.y is None else torch.as_tensor(self.y)
         if y is not None:
             y = y.to(device, dtype if y.is_floating_point() else torch.int64)
-        return ServerData(torch.as_tensor(self.x).to(device, dtype), y)
+        x = torch.as_tensor(self.x)
+        return ServerData(x.to(device, dtype if x.is_floating_point() else torch.int64), y)
 
     def digest(self) -> str:
         """A fingerprint of the samples and their labels."""
@@ -92,7 +96,12 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
         raise DataError(
             f"{what} has samples of shape {x.shape[1:]}; the clients' have {form.shape}. Give data of the same shape."
         )
-    if not np.isfinite(x).all():
+    if (x.dtype == np.int64) != (form.tokens is not None):
+        has, wanted = ("numbers", "tokens") if form.tokens else ("tokens", "numbers")
+        raise DataError(f"{what} has samples of {has}; the clients have {wanted}. Give data of the same kind.")
+    if form.tokens:
+        check_tokens(what, x, form.tokens.vocabulary)
+    elif not np.isfinite(x).all():
         raise DataError(f"{what} has NaN or infinite values in x; remove or replace those samples.")
     if labelled and bool(classes) != bool(form.num_classes):
         has, wanted = ("class labels", "real-valued targets") if classes else ("real-valued targets", "class labels")

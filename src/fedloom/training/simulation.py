@@ -27,7 +27,7 @@ from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
-from fedloom.models.spec import parse
+from fedloom.models.spec import parse, usual_network
 from fedloom.runs.options import RunOptions
 from fedloom.runs.records import PANEL
 from fedloom.runs.roster import Member, Roster
@@ -48,7 +48,7 @@ def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
     """Partition and number of clients, where they are left to the data: clients that the data name stay as they are."""
     scheme = options.partition
     if scheme == "auto":
-        classes = min(2, arrays.num_classes)
+        classes = min(2, arrays.sample_classes)
         scheme = "group:client" if "client" in arrays.groups else f"classes:{classes}" if classes else "iid"
     clients = options.clients
     if clients is None:
@@ -81,7 +81,7 @@ def split(options: RunOptions, arrays: Arrays) -> Partition:
     assert options.clients is not None
     rows = np.setdiff1d(np.arange(len(arrays)), server_rows(options, arrays))
     dealt = partition(
-        arrays.y[rows],
+        arrays.labels[rows],
         options.partition,
         options.clients,
         options.seed,
@@ -158,7 +158,11 @@ class Simulation(Trainer):
         if not given and light and small and federation.device.type == "cpu":
             THREADS.set(1)
             server.options = replace(options, threads=1)
-        self.notes = [*self.partition.notes, *([self.server_samples.note] if self.server_samples else [])]
+        self.notes = [
+            *self.partition.notes,
+            *_of_tokens(arrays),
+            *([self.server_samples.note] if self.server_samples else []),
+        ]
         # what is evaluated with everybody else costs no training, and means something before the last round
         self.tries_newcomers = (
             bool(federation.unseen)
@@ -215,10 +219,20 @@ def fitted(arrays: Arrays, parts: Partition) -> Preparation | None:
     return arrays.preparation.fit(arrays.x[np.concatenate([client.train for client in parts.participants])])
 
 
+def _of_tokens(arrays: Arrays) -> list[str]:
+    """What users should know of samples that were taken for tokens."""
+    if not arrays.vocabulary or arrays.alphabet:
+        return []
+    return [
+        f"samples are whole numbers, taken for sequences of {arrays.vocabulary:,} different tokens; give features as "
+        "floating-point numbers"
+    ]
+
+
 def roster_of(federation: Federation, arrays: Arrays, preparation: Preparation | None = None) -> Roster:
     """The roster of a simulated federation."""
     model = next(iter(federation.models.values()))
-    classes = arrays.num_classes if len(federation.roster) <= PANEL else 0
+    classes = arrays.sample_classes if len(federation.roster) <= PANEL else 0
     members = [
         Member(
             client.id,
@@ -231,7 +245,10 @@ def roster_of(federation: Federation, arrays: Arrays, preparation: Preparation |
         for client in federation.roster.values()
     ]
     names, targets = tuple(arrays.class_names or ()), tuple(federation.y.shape[1:])
-    return Roster(model.input_shape, model.num_outputs, arrays.num_classes, names, targets, members, preparation)
+    return Roster(
+        model.input_shape, model.num_outputs, arrays.num_classes, names, targets, members, preparation, arrays.tokens,
+        arrays.alphabet,
+    )  # fmt: skip
 
 
 def federation_of(
@@ -243,11 +260,11 @@ def federation_of(
     task = task_of(options.task, arrays)
     outputs = arrays.num_outputs
     shape = tuple(arrays.x.shape[1:])
-    names = options.model if options.model != "auto" else "lenet" if len(shape) == 3 else "mlp"
+    names = options.model if options.model != "auto" else usual_network(shape, arrays.tokens)
     narrow = torch.bfloat16 if options.precision == "bf16" else dtype
 
     def networks(names: str) -> list[Model]:
-        specs = [parse(name, shape, outputs) for name in names.split(",") if name]
+        specs = [parse(name, shape, outputs, arrays.tokens) for name in names.split(",") if name]
         return [Model(spec, device, dtype, training_dtype=narrow) for spec in specs]
 
     models, others = networks(names), networks(options.unseen_model or "")
@@ -255,6 +272,8 @@ def federation_of(
     if options.unseen_shift:
         held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
         rows = np.concatenate([np.empty(0, dtype=np.int64), *held])
+        if arrays.vocabulary:
+            raise ConfigError("--unseen-shift changes images, and these samples are tokens. Leave it out.")
         x = x.copy()
         low, high = (x.min(), x.max()) if preparation is None else preparation.ends
         x[rows] = apply_shift(
@@ -268,6 +287,12 @@ def task_of(name: str, arrays: Arrays) -> Task:
     if name == "auto":
         return TASKS[arrays.task]
     task = task_named(name)
+    if task.per_token != arrays.per_token:
+        has, wanted = ("one for each token", "one") if arrays.per_token else ("one", "one for each token")
+        raise ConfigError(
+            f"--task {name} needs {wanted} label{'s' * task.per_token} of a sample; {arrays.name} has {has}. Leave it "
+            "out for auto."
+        )
     if task is REGRESSION and arrays.num_classes:
         raise ConfigError(
             f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "

@@ -50,3 +50,10 @@ def check_dropout(model: str, dropout: float, below: float) -> None:
             f"{model} needs a dropout from 0 to below {below:g}; got {dropout!r}. "
             f"Leave it out for the default, or write --model {model}:dropout=0 for none."
         )
+
+
+def check_sequence(model: str, input_shape: tuple[int, ...]) -> None:
+    """Refuse all but sequences of tokens, (length,)."""
+    check_not_empty(model, input_shape)
+    if len(input_shape) != 1:
+        raise ConfigError(f"{model} needs sequences of tokens, (samples, length); got samples of shape {input_shape}.")
