@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedloom"
-ORDER = ["core", "data", "clients", "models", "programs", "privacy", "looms", "adaptation", "engines", "algorithms",
-         "metrics", "runs", "progress", "training", "reports", "deploy", "api", "serving", "tables", "cli",
-         "__main__"]  # fmt: skip
+ORDER = ["core", "data", "clients", "models", "programs", "privacy", "robust", "looms", "adaptation", "engines",
+         "algorithms", "metrics", "runs", "progress", "training", "reports", "deploy", "api", "serving", "tables",
+         "cli", "__main__"]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

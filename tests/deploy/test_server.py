@@ -38,7 +38,7 @@ from fedloom.models.load import load_model
 from fedloom.models.size_only import SizeOnly
 from fedloom.programs.labels import label_shares
 from fedloom.progress import Quiet, display
-from fedloom.runs.directory import RunDirectory
+from fedloom.runs.directory import PRIVACY, RunDirectory
 
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
 
@@ -180,6 +180,28 @@ def test_a_run_over_the_network_leaves_what_a_simulated_run_leaves(tmp_path: Pat
     from fedloom.reports.compare import compare
 
     assert [len(row.seeds) for row in compare([out]).rows] == [1]
+
+
+def test_a_private_run_has_secret_noise_and_accounts_for_every_round(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    private = {"dp_noise": 1.0, "dp_clip": 0.5, "sampling": "poisson", "cohort": 3, "nodes": 5, "rounds": 3}
+    outs = [tmp_path / name for name in ("one", "other")]
+    for out in outs:
+        served("fedavg", federation, out, monkeypatch, out=str(out / "run"), **private)
+    directories = [RunDirectory.open(out / "run") for out in outs]
+    lines = [directory.lines(PRIVACY) for directory in directories]
+    assert [line["round"] for line in lines[0]] == [1, 2, 3]
+    assert len({line["draw"] for line in [*lines[0], *lines[1]]}) == 6 and lines[0][0]["clients"] == 5
+    one, other = (flatten(directory.load("last").state) for directory in directories)
+    assert not any(torch.equal(one[name], other[name]) for name in one if name.startswith("params"))
+
+
+def test_a_rule_for_liars_works_over_the_network(tmp_path: Path, monkeypatch: Any) -> None:
+    federation = small_federation(["mlp:hidden=5"])
+    out = tmp_path / "run"
+    served("fedavg", federation, tmp_path, monkeypatch, out=str(out), nodes=5, rounds=2, cohort=5, aggregate="krum:1")
+    kept = RunDirectory.open(out).records()[-1]["tables"]["kept"]
+    assert sum(row[0] for row in kept["values"]) == 1 and len(kept["client"]) == 5
 
 
 def test_a_newcomer_sends_its_descriptor_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:

@@ -18,7 +18,8 @@ from fedloom.training.machine import task_named
 
 SHARED = (
     "rounds", "cohort", "seed", "task", "dtype", "precision", "device", "threads", "average", "adapt", "adapt_clip",
-    "adapt_noise", "eval_every", "eval_clients", "keep", "tracker", "server_data", "data_root",
+    "adapt_noise", "sampling", "dp_clip", "dp_noise", "dp_quantile", "dp_delta", "max_epsilon", "aggregate",
+    "eval_every", "eval_clients", "keep", "tracker", "server_data", "data_root",
 )  # fmt: skip
 """Those of a run's options that have a meaning where every client brings its own data and model."""
 

@@ -9,6 +9,7 @@ from typing import Literal
 from fedloom.core.config import check, flag, option
 from fedloom.core.errors import ConfigError
 from fedloom.data.tables import Roles
+from fedloom.robust.rules import parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,17 @@ class RunOptions:
     )
     dp_delta: float = option(1e-5, "Delta, for which epsilon is worked out; far below 1 / clients.", above=0, high=0.1)
     max_epsilon: float = option(0.0, "Stop before the round that would exceed this epsilon; 0: no limit.", low=0)
+    aggregate: str = option(
+        "",
+        "Combine replies, each counted once, by mean, median, trimmed:B, krum:F, geomedian or dnc:F, where B or F of a "
+        "round may lie; empty: as the method does.",
+    )
+    malicious: float = option(0.0, "Share of the participants that lie, to try it out.", low=0, high=0.9)
+    attack: Literal["sign_flip", "scale", "alie", "free_ride", "label_flip"] = option(
+        "sign_flip",
+        "How they lie: the opposite of what was learned, ten times that, a little off together, nothing; or they train "
+        "on wrong labels.",
+    )
     rounds: int = option(100, "Rounds of training.", low=0)
     cohort: float = option(
         0, "Clients asked in a round: a count, or a share of those that take part; 0: as many as in the paper.", low=0
@@ -150,6 +162,13 @@ class RunOptions:
                 )
         if self.sampling == "poisson" and not self.dp_noise:
             raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")
+        if self.aggregate:
+            parse(self.aggregate)  # refuses what is no rule
+        if self.aggregate and self.dp_noise:
+            raise ConfigError(
+                "--aggregate and --dp-noise do not go together: noise for privacy is accounted for on a sum. Leave one "
+                "out."
+            )
         for name in ("unseen_partition", "unseen_shift", "unseen_model"):
             if getattr(self, name) and not (self.unseen or self.unseen_groups):
                 raise ConfigError(

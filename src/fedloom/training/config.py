@@ -16,6 +16,8 @@ from fedloom.core.config import build
 from fedloom.core.contract import Algorithm
 from fedloom.core.errors import unknown
 from fedloom.privacy.client_level import ClientPrivacy, with_client_privacy
+from fedloom.robust.attacks import ATTACKS, with_liars
+from fedloom.robust.servers import with_rule
 from fedloom.runs.options import RunOptions
 
 
@@ -37,7 +39,7 @@ def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]
 
 
 def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> Algorithm:
-    """The method, averaged, made private and adapted as the options say.
+    """The method, averaged, made private or robust, and adapted as the options say.
 
     ``secret``: the server's noise comes from the operating system.
     """
@@ -46,6 +48,10 @@ def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> A
         found = with_average(found, options.average)
     if how := client_privacy(options, secret):
         found = with_client_privacy(found, how)
+    if options.aggregate:
+        found = with_rule(found, options.aggregate)
+    if options.malicious and options.attack in ATTACKS:
+        found = with_liars(found, options.attack, options.malicious)
     wrapper = {"prior": with_prior, "tune": with_tuning}.get(options.adapt)
     return wrapper(found, Privacy(options.adapt_clip, options.adapt_noise)) if wrapper else found
 
