@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client's step of each baseline takes, as a multiple of FedAvg's on the same engine, in one run.
 
-    python benchmarks/baselines.py [--clients 8] [--steps 20] [--batch 32] [--hidden 100] [--repeats 15] [--out FILE]
+    python benchmarks/baselines.py [--clients 8] [--steps 20] [--batch 32] [--hidden 100] [--repeats 9] [--out FILE]
 
 One process with one thread; the steps of all clients are one batch, traced as the workers of parallel_vectorised trace
 them. After every round of a method comes one of FedAvg, so that other work on the machine meets both; the ratio is
@@ -45,6 +45,7 @@ PAPERS = {"pfedhn", "pfedhn_pc", "mh_pfedhn", "mh_pfedhn_gd", "it_pfl_hn", "hype
 REASONS = {
     "apfl": "a second gradient, at the mix, and a step on the own model",
     "ditto": "a second gradient and step, of the personal model",
+    "fedala": "the weights of the upper tensors and their mix, beside a step of training",
     "fedakt": "a second network, the adapter, and the head twice",
     "fedjets": "two experts are trained, and the common one looks at each sample first",
     "fedsam": "a second gradient, at the worst point nearby",
@@ -136,7 +137,7 @@ def written(found: dict[str, Any], settings: dict[str, int]) -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
     }
     rows = [
-        [f"[{algorithms.get(name).name}](methods/{name}.md)", f"{ratio:.2f}x", REASONS[name] if ratio > LIMIT else ""]
+        [algorithms.get(name).name, f"{ratio:.2f}x", REASONS[name] if ratio > LIMIT else ""]
         for name, ratio in sorted(found["ratios"].items(), key=lambda item: -item[1])
     ]
     return {
@@ -154,7 +155,7 @@ def written(found: dict[str, Any], settings: dict[str, int]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = {"clients": 8, "steps": 20, "batch": 32, "hidden": 100, "repeats": 15}
+    sizes = {"clients": 8, "steps": 20, "batch": 32, "hidden": 100, "repeats": 9}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--methods", default=",".join(n for n in algorithms.built_in() if n not in {"fedavg", *PAPERS}))
