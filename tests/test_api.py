@@ -865,6 +865,32 @@ def test_labels_of_which_several_may_hold_are_checked(tmp_path: Path) -> None:
     assert "needs zeros and ones of shape (samples, labels)" in told
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "parallel", "parallel_vectorised", "loopback"])
+def test_windows_are_convolved_over_time_on_every_engine(engine: str, tmp_path: Path) -> None:
+    """Waves of two frequencies in any phase, given with their channels last."""
+    rng = np.random.default_rng(0)
+    y = np.arange(160) % 2
+    phase, time = rng.uniform(0, 6, (160, 1)), np.arange(32)
+    x = np.stack([np.sin((0.4 + 0.5 * y[:, None]) * time + phase + shift) for shift in (0, 1)], axis=2)
+    given = {**TINY, "model": "auto", "local_steps": 20, "local_lr": 0.1, "clients": 2, "engine": engine, "workers": 2}
+    run = fedloom.run("fedavg", dataset=(x, y), partition="iid", out=tmp_path / "run", **given)
+    assert run.server.roster.members[0].model == "conv1d"
+    assert run.server.roster.input_shape == (2, 32)
+    assert any("taken for windows of 32 steps of 2 channels" in note for note in run.summary["notes"])
+    assert run.summary["best"]["deployed/participants/test/accuracy"] > 0.9
+    assert torch.equal(run.predict("0", x[:3]), run.predict("0", np.moveaxis(x[:3], -1, 1)))
+
+
+def test_networks_that_stay_at_chance_are_told_of(tmp_path: Path) -> None:
+    x, y = features(200)
+    given = {**TINY, "rounds": 10, "partition": "iid", "local_lr": 0.1, "local_steps": 20}
+    lost = fedloom.run("fedavg", dataset=(np.zeros_like(x), y), out=tmp_path / "lost", **given)
+    (note,) = [one for one in lost.summary["notes"] if "chance" in one]
+    assert "validation samples are right at best" in note and "values run from 0 to 0" in note
+    learned = fedloom.run("fedavg", dataset=(x, y), out=tmp_path / "learned", **given)
+    assert not [one for one in learned.summary["notes"] if "chance" in one]
+
+
 def test_several_targets_are_learned_together(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((300, 4)).astype(np.float32)

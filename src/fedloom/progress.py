@@ -62,6 +62,9 @@ class Display(Protocol):
     def wait(self, text: str) -> None:
         """Nothing happens until something comes: ``for 4 clients; 2 are connected``."""
 
+    def note(self, text: str) -> None:
+        """Something that whoever watches should know."""
+
     def end(self, directory: Any) -> None:
         """The summary is written."""
 
@@ -76,6 +79,7 @@ class Quiet:
     def begin(self, run: Headline) -> None: ...
     def update(self, record: dict[str, Any]) -> None: ...
     def wait(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def end(self, directory: Any) -> None: ...
 
 
@@ -108,6 +112,9 @@ class Plain(Quiet):
 
     def wait(self, text: str) -> None:
         self._line(WAITS + text)
+
+    def note(self, text: str) -> None:
+        self._line(f"note: {text}")
 
     def end(self, directory: Any) -> None:
         self._line(f"saved in {directory.path}")
@@ -152,6 +159,9 @@ class Rich(Quiet):
 
     def wait(self, text: str) -> None:
         self._bar.console.print(WAITS + text)
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(f"note: {text}")
 
     def end(self, directory: Any) -> None:
         self._bar.console.print(f"saved in {directory.path}", soft_wrap=True)  # a path is to be copied whole

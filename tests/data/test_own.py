@@ -57,6 +57,8 @@ def test_float_labels_are_not_taken_for_a_regression_in_silence():
         ((2, 5), (2, 5)),
         ((2, 3, 50), (2, 3, 50)),
         ((2, 28, 28), (2, 28, 28)),
+        ((2, 128, 9), (2, 9, 128)),
+        ((2, 8, 2), (2, 2, 8)),
         ((2, 3, 8, 9), (2, 3, 8, 9)),
         ((2, 8, 9, 3), (2, 3, 8, 9)),
         ((2, 8, 9, 1), (2, 1, 8, 9)),
@@ -69,7 +71,25 @@ def test_axes_say_what_samples_are(shape, expected):
     data = from_arrays(x, [0, 1])
     assert data.x.shape == expected
     if shape != expected:
-        np.testing.assert_array_equal(data.x, x.transpose(0, 3, 1, 2))
+        np.testing.assert_array_equal(data.x, np.moveaxis(x, -1, 1))
+    assert bool(data.notes) == (len(shape) == 3 and shape != expected)
+
+
+def test_windows_are_asked_about_where_their_axes_are_not_plain(tmp_path):
+    x = np.arange(2 * 12 * 9, dtype=np.float32).reshape(2, 12, 9)
+    with pytest.raises(DataError, match=r"12 channels of 9 steps, or 12 steps of 9 channels\? Say which by axes="):
+        from_arrays(x, [0, 1])
+    assert from_arrays(x, [0, 1], axes="channels_first").x.shape == (2, 12, 9)
+    assert from_arrays(x, [0, 1], axes="channels_last").x.shape == (2, 9, 12)
+    many = np.zeros((2, 128, 9))
+    assert (from_arrays(many, [0, 1], axes="channels_first").x.shape, many.shape) == ((2, 128, 9), (2, 128, 9))
+    np.savez(tmp_path / "a.npz", x=x, y=[0, 1], axes=["channels_last"])
+    assert from_npz(tmp_path / "a.npz").x.shape == from_folder(tmp_path).x.shape == (2, 9, 12)
+    np.savez(tmp_path / "b.npz", x=x, y=[0, 1], axes=["channels_first"])
+    with pytest.raises(DataError, match="has another order of axes than"):
+        from_folder(tmp_path)
+    with pytest.raises(ConfigError, match="Unknown order of axes 'time_first'"):
+        from_arrays(x, [0, 1], axes="time_first")
 
 
 def test_images_of_bytes_are_raw():

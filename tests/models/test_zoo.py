@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fedloom.core.errors import ConfigError
+from fedloom.models.zoo.conv1d import Conv1d
 from fedloom.models.zoo.lenet import LeNet, LeNetS, MHLeNet
 from fedloom.models.zoo.mlp import MLP
 from fedloom.models.zoo.resnet import ResNet10, ResNet12, ResNet18
@@ -116,10 +117,24 @@ def test_the_smallest_image_runs_and_one_pixel_less_is_refused(network: Network,
         network((1, size, size - 1), 3)
 
 
-@pytest.mark.parametrize("network", [MLP, *LENETS], ids=network_id)
+@pytest.mark.parametrize("network", [MLP, Conv1d, *LENETS], ids=network_id)
 @pytest.mark.parametrize("shape", [(6, 128), (9, 12)], ids=str)
 def test_time_windows(network: Network, shape: tuple[int, ...]) -> None:
     assert network(shape, 5)(torch.zeros(2, *shape)).shape == (2, 5)
+
+
+def test_a_windows_network_has_as_many_parameters_for_any_length_and_runs_as_a_stack() -> None:
+    """9 * 32 * 5 + 32, 32 * 64 * 5 + 64, 64 * 64 * 5 + 64 and 64 * 6 + 6 are 32,710."""
+    assert count(Conv1d((9, 128), 6)) == count(Conv1d((9, 32), 6)) == 32_710
+    models = [Conv1d((3, 16), 2, channels=(4, 5, 6), kernel=3) for _ in range(3)]
+    params, buffers = stack_module_state(models)
+    x = torch.randn(3, 7, 3, 16)
+    found = vmap(lambda p, b, x: functional_call(models[0], (p, b), (x,)))(params, buffers, x)
+    for own, model, x_own in zip(found, models, x):
+        torch.testing.assert_close(own, model(x_own))
+    for shape, kernel in (((3, 3), 5), ((3, 28, 28), 5), ((9,), 5), ((3, 16), 4)):
+        with pytest.raises(ConfigError, match="conv1d needs windows"):
+            Conv1d(shape, 2, kernel=kernel)
 
 
 def test_mlp_takes_feature_vectors_and_no_hidden_layer() -> None:

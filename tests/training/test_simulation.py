@@ -153,7 +153,9 @@ def test_what_was_left_to_choose_is_in_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "network"), [((1, 8, 8), "lenet"), ((3, 9), "mlp"), ((4,), "mlp")], ids=["images", "windows", "features"]
+    ("shape", "network"),
+    [((1, 8, 8), "lenet"), ((3, 9), "conv1d"), ((3, 7), "mlp"), ((4,), "mlp")],
+    ids=["images", "windows", "short", "features"],
 )
 def test_the_network_follows_the_data(shape: tuple[int, ...], network: str) -> None:
     arrays = from_arrays(np.zeros((30, *shape), dtype=np.float32), np.arange(30) % 2)

@@ -87,6 +87,7 @@ def show(
 
     Example: fedloom data show --dataset digits --partition dirichlet:0.3 --clients 10 --out split.png
     """
+    from fedloom.clients.windows import leak
     from fedloom.core.config import build
     from fedloom.data import load
     from fedloom.training.simulation import split
@@ -105,7 +106,7 @@ def show(
         for row in parts.summary(arrays.labels)
     ]
     table(["client", "", *COUNTS, "largest class", "skew"], rows)
-    for note in parts.notes:
+    for note in (*arrays.notes, *parts.notes, *filter(None, [leak(arrays.x, parts)])):
         typer.echo(f"note: {note}")
     if out:
         from fedloom.reports.split import picture

@@ -29,6 +29,7 @@ class Arrays:
     groups       natural groupings by name, e.g. "writer", "client"; each a (samples,) array of strings
     class_names  one per class, or per label or target in y's columns; or empty
     multilabel   y (samples, k) has 1 for each of k labels that holds, else 0
+    notes        what a user should know of how they were read
     preparation  of raw samples: how they become float32, not fitted yet; x then is uint8 images, or a float64 table
     vocabulary   how many different tokens there are; 0: x is numbers
     alphabet     of text: token i stands for its character i
@@ -45,6 +46,7 @@ class Arrays:
     preparation: Preparation | None = None
     vocabulary: int = 0
     alphabet: str = ""
+    notes: tuple[str, ...] = ()
 
     def raw(self, x: np.ndarray, preparation: Preparation) -> "Arrays":
         """These data with raw samples."""

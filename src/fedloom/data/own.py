@@ -3,9 +3,10 @@
 
 The number of axes of x says what the samples are: 2 axes are feature vectors (samples, features), 3 are
 windows (samples, channels, length), 4 are images (samples, channels, height, width). Grey images without an
-axis for the channel would be taken for windows: give them one with ``x[:, None]``. Images with the channels
-last, (samples, height, width, channels), are turned where that is plain: the last axis is 1, 3 or 4 long and
-the second is not.
+axis for the channel would be taken for windows: give them one with ``x[:, None]``. Samples with the channels
+last are turned where that is plain: images (samples, height, width, channels) whose last axis is 1, 3 or 4 long and
+the second is not; windows (samples, steps, channels) with at least four times as many steps as channels, which a note
+says. Windows with more steps than channels, but fewer than that, are refused without ``axes``.
 
 Images of bytes (uint8, 4 axes) are raw: they are centred and scaled by their channels' mean and deviation in training
 data (``preparation``). Any other numbers are taken as they are, so normalise them first.
@@ -36,6 +37,9 @@ from fedloom.data.labels import classes_of, coded
 from fedloom.data.preparation import images
 
 Task = Literal["classification", "multilabel", "regression", "seq"]
+Axes = Literal["channels_first", "channels_last"]
+PLAIN = 4
+"""So many times as many steps as channels a window has, to be turned without being asked about."""
 GROUP = "group_"
 """How the names of arrays begin that are groupings."""
 _CHANNELS = (1, 3, 4)
@@ -52,10 +56,12 @@ def from_arrays(
     groups: Mapping[str, ArrayLike] | None = None,
     vocabulary: int | None = None,
     alphabet: str = "",
+    axes: Axes | None = None,
 ) -> Arrays:
     """A dataset from arrays; ``client`` names each sample's client, ``split`` its part (train, val, test).
 
-    ``groups`` are other groupings by name, for ``--partition group:NAME`` and ``--split-by``.
+    ``groups`` are other groupings by name, for ``--partition group:NAME`` and ``--split-by``. ``axes`` says where a
+    sample's channels are, where its shape does not.
 
     Without a task, whole numbers and text in y mean classification, truth values (samples, k) multi-label
     classification, and floating-point numbers regression. ``classes`` names all classes in their order, also those of
@@ -83,7 +89,8 @@ def from_arrays(
         num_classes = len(names) or max(1, int(labels.max(initial=0)) + 1)
     else:
         labels = _float32(what, "y", targets)
-    samples = _tokens(what, features) if tokens else _features(what, features)
+    first, notes = (features, ()) if tokens else _channels_first(what, features, axes)
+    samples = _tokens(what, first) if tokens else _features(what, first)
     return Arrays(
         name=name,
         x=samples,
@@ -96,6 +103,7 @@ def from_arrays(
         class_names=names,
         multilabel=task == "multilabel",
         preparation=images(samples.shape[1]) if samples.dtype == np.uint8 else None,
+        notes=notes,
     )
 
 
@@ -105,17 +113,16 @@ def from_npz(path: str | Path) -> Arrays:
     An array ``group_NAME`` is a grouping of that name.
     """
     path = Path(path)
-    content = _read_npz(path, optional=("client", "split", "classes", "vocabulary"))
-    vocabulary = _given_vocabulary(path, content)
-    given = {key: content.get(key) for key in ("client", "split", "classes")}
-    groups = _groups(content)
-    return from_arrays(content["x"], content["y"], name=path.stem, groups=groups, vocabulary=vocabulary, **given)  # type: ignore[arg-type]
+    content = _read_npz(path, optional=("client", "split", "classes", "axes", "vocabulary"))
+    given: dict[str, Any] = {key: content.get(key) for key in ("client", "split", "classes")}
+    given |= {"vocabulary": _given_vocabulary(path, content), "axes": _axes(content.get("axes"))}
+    return from_arrays(content["x"], content["y"], name=path.stem, groups=_groups(content), **given)
 
 
 def samples_from_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray | None]:
     """A newcomer's samples, raw if they are images of bytes, and their labels if there are any (-1: not known)."""
     path = Path(path)
-    content = _read_npz(path, optional=("y", "vocabulary"), needed=("x",))
+    content = _read_npz(path, optional=("y", "axes", "vocabulary"), needed=("x",))
     x = content["x"]
     return _tokens(str(path), x) if are_tokens(x) else _features(str(path), x), content.get("y")
 
@@ -129,10 +136,13 @@ def from_folder(path: str | Path) -> Arrays:
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"{path} holds no .npz file; expected one per client, with the arrays x and y.")
-    contents = [_read_npz(file, optional=("split", "classes", "vocabulary")) for file in files]
+    contents = [_read_npz(file, optional=("split", "classes", "axes", "vocabulary")) for file in files]
     classes = [content.pop("classes", None) for content in contents]
     given = [_given_vocabulary(file, content) for file, content in zip(files, contents)]
-    for file, content, own in zip(files, contents, classes):
+    axes = [_axes(content.pop("axes", None)) for content in contents]
+    for file, content, own, order in zip(files, contents, classes, axes):
+        if order != axes[0]:
+            raise DataError(f"{file} has another order of axes than {files[0]}; give every client the same.")
         if not np.array_equal(own, classes[0]):  # type: ignore[arg-type]
             raise DataError(f"{file} names other classes than {files[0]}; give every client the same ones.")
         _check_same(files[0], contents[0], file, content)
@@ -142,13 +152,18 @@ def from_folder(path: str | Path) -> Arrays:
     vocabulary = None if None in given else max(number for number in given if number is not None)
     return from_arrays(
         joined["x"], joined["y"], client, joined.get("split"), name, classes=classes[0], groups=_groups(joined),
-        vocabulary=vocabulary,
+        vocabulary=vocabulary, axes=axes[0],
     )  # fmt: skip
 
 
 def _groups(content: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The groupings among the arrays of a file, by name."""
     return {key.removeprefix(GROUP): array for key, array in content.items() if key.startswith(GROUP)}
+
+
+def _axes(given: np.ndarray | None) -> Any:
+    """The order of axes that a file names."""
+    return None if given is None else str(given.reshape(-1)[0])
 
 
 def from_torch_dataset(ds: Any, name: str = "dataset") -> Arrays:
@@ -183,14 +198,38 @@ def _array(what: str, key: str, value: ArrayLike) -> np.ndarray:
     return array
 
 
+def _channels_first(what: str, x: np.ndarray, axes: Axes | None) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Samples with their channels before everything else, and a note where that had to be guessed."""
+    if axes is not None and axes not in get_args(Axes):
+        raise unknown("order of axes", str(axes), get_args(Axes))
+    if x.ndim not in (3, 4) or axes == "channels_first":
+        return x, ()
+    turned = np.moveaxis(x, -1, 1)
+    if axes == "channels_last":
+        return turned, ()
+    if x.ndim == 4:
+        return (turned if x.shape[3] in _CHANNELS and x.shape[1] not in _CHANNELS else x), ()
+    rows, last = x.shape[1:]
+    if rows <= last:
+        return x, ()
+    if rows < PLAIN * last:
+        raise DataError(
+            f"{what} has x of shape {x.shape}: {rows} channels of {last} steps, or {rows} steps of {last} channels? "
+            'Say which by axes="channels_first" or "channels_last"; in a file, an array axes=["channels_last"].'
+        )
+    note = (
+        f"x of shape {x.shape} is taken for windows of {rows} steps of {last} channels; "
+        'if it is the other way round, give axes="channels_first"'
+    )
+    return turned, (note,)
+
+
 def _features(what: str, x: np.ndarray) -> np.ndarray:
     if x.ndim not in (2, 3, 4):
         raise DataError(
             f"{what} has x of shape {x.shape}; expected 2 axes (samples, features), "
             "3 (samples, channels, length) or 4 (samples, channels, height, width)."
         )
-    if x.ndim == 4 and x.shape[3] in _CHANNELS and x.shape[1] not in _CHANNELS:
-        x = x.transpose(0, 3, 1, 2)
     if x.ndim == 4 and x.dtype == np.uint8:
         return np.ascontiguousarray(x)
     return _float32(what, "x", x)

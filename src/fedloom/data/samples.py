@@ -84,7 +84,7 @@ def prepared_samples(
     plain = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
     if isinstance(plain, np.ndarray) and plain.dtype == np.uint8 and plain.ndim == 4:
         return checked_samples(arranged(plain, shape).astype(np.float32) / 255, shape)
-    return checked_samples(x, shape, tokens)
+    return checked_samples(arranged(plain, shape) if isinstance(plain, np.ndarray) else x, shape, tokens)
 
 
 def arranged(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -23,6 +23,9 @@ from fedloom.core.tokens import Tokens
 from fedloom.core.trust import PACKAGE, import_path, is_own, path_in
 from fedloom.models import zoo
 
+SHORTEST_WINDOW = 8
+"""Steps of a window from which convolutions over time have something to go by."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -92,7 +95,8 @@ def parse(text: str, input_shape: tuple[int, ...], num_outputs: int, tokens: Tok
 
 def usual_network(input_shape: tuple[int, ...], tokens: Tokens | None) -> str:
     """The network that ``auto`` stands for."""
-    return "gru" if tokens else "lenet" if len(input_shape) == 3 else "mlp"
+    windows = len(input_shape) == 2 and input_shape[1] >= SHORTEST_WINDOW
+    return "gru" if tokens else "lenet" if len(input_shape) == 3 else "conv1d" if windows else "mlp"
 
 
 @cache

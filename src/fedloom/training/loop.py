@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
+
+import numpy as np
 
 from fedloom.core.errors import NeedsError, RoundError
 from fedloom.core.interrupts import taken_as_one
@@ -20,6 +22,9 @@ from fedloom.runs.records import embeddings_line, scores_line
 from fedloom.runs.trackers import tracker
 from fedloom.training.account import Account
 from fedloom.training.trainer import Evaluation, Trainer, estimates_line
+
+TRIES = 10
+"""Rounds after which networks should have learned something."""
 
 SAVE_SECONDS = 60.0
 """A checkpoint is also written when this much time has passed since the last one."""
@@ -66,8 +71,33 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
             raise
         if options.rounds == 0:
             save(trainer, directory, best=False)
+        chance = at_chance(trainer, directory.records())
+        if chance:
+            trainer.notes = [*trainer.notes, chance]
+            screen.note(chance)
         directory.write_summary(_summary(trainer, directory, finished=True))
         screen.end(directory)
+
+
+def at_chance(trainer: Trainer, records: Sequence[Mapping[str, Any]]) -> str | None:
+    """A note where networks never did better than to name the commonest class of all, beyond what luck explains."""
+    task, roster = trainer.server.setup.task, trainer.server.roster
+    labels = [np.array(member.labels) for member in roster.members if member.labels and not member.unseen]
+    name = f"deployed/participants/val/{task.metric_name}_pooled"
+    found = [record["metrics"][name] for record in records if name in record.get("metrics", {})]
+    if not (task.class_scores and labels and roster.num_classes > 1) or len(records) < TRIES or not found:
+        return None
+    counts, best = np.sum(labels, axis=0), max(found)
+    commonest = float(counts.max() / counts.sum())
+    samples = sum(member.samples["val"] for member in roster.members if not member.unseen)
+    if best > commonest + 2 * (commonest * (1 - commonest) / max(samples, 1)) ** 0.5:
+        return None
+    x = trainer.federation.x
+    values = f" (its values run from {float(x.min()):.3g} to {float(x.max()):.3g})" if x.numel() else ""
+    return (
+        f"the networks stayed at chance: {best:.3f} of validation samples are right at best, and {commonest:.3f} are "
+        f"of the commonest class. See that x is centred and scaled{values}; then try another --local-lr or --model"
+    )
 
 
 def _evaluate(trainer: Trainer, directory: RunDirectory, record: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from fedloom.core.tokens import Tokens
 from fedloom.data.arrays import Arrays, check_tokens, digest_of
 from fedloom.data.preparation import Preparation, images_as_shares
 from fedloom.data.registry import load
-from fedloom.data.samples import prepared_samples, samples_from
+from fedloom.data.samples import arranged, prepared_samples, samples_from
 from fedloom.data.tables import SUFFIXES, Roles, is_table
 
 
@@ -82,6 +82,7 @@ def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> Ser
         x, y = samples_from(path)[0], None
         if form.preparation or not isinstance(x, np.ndarray) or x.dtype == np.uint8:
             x = prepared_samples(x, form.shape, form.preparation).numpy()
+        x = arranged(x, form.shape)
         arrays, classes, targets = None, 0, ()
     else:
         arrays = load(name, data_root, _roles(path, form))

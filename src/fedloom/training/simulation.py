@@ -14,6 +14,7 @@ import torch
 from fedloom.clients.federation import SPLITS, Federation, federate
 from fedloom.clients.partition import POOLS, Partition, apart_groups, partition
 from fedloom.clients.shift import apply_shift
+from fedloom.clients.windows import leak
 from fedloom.core.contract import Needs, Sent, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
@@ -159,8 +160,11 @@ class Simulation(Trainer):
         if not given and light and small and federation.device.type == "cpu":
             THREADS.set(1)
             server.options = replace(options, threads=1)
+        leaks = leak(arrays.x, self.partition)
         self.notes = [
+            *arrays.notes,
             *self.partition.notes,
+            *([leaks] if leaks else []),
             *_of_tokens(arrays),
             *([self.server_samples.note] if self.server_samples else []),
         ]
