@@ -179,9 +179,13 @@ def rewritten(path: Path, to: Path, change: Any, compression: int = zipfile.ZIP_
 def test_damage_is_found(made, tmp_path: Path) -> None:
     _, path = made("pfedhn")
     content = path.read_bytes()
-    for at in range(0, len(content), max(1, len(content) // 60)):
+    with zipfile.ZipFile(path) as whole:
+        info = whole.getinfo("manifest.json")
+    number = content.index(b'"round": {') + len(b'"round": {\n  "participants": ')
+    assert number < info.file_size and content[number : number + 1].isdigit()
+    for at in [number, *range(0, len(content), max(1, len(content) // 60))]:
         bad = bytearray(content)
-        bad[at] ^= 0x55
+        bad[at] ^= 1 if at == number else 0x55  # another digit leaves it good JSON
         (tmp_path / "bad").write_bytes(bad)
         try:
             found = Bundle(tmp_path / "bad")

@@ -12,6 +12,7 @@ import json
 import mmap
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ class Part(NamedTuple):
 
     offset: int
     size: int
+    crc: int
+    """CRC-32, which the archive has of each: all that is known of the manifest, which has the others' digests."""
 
 
 def write_archive(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, bytes]) -> str:
@@ -72,6 +75,8 @@ class Archive:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 self._parts = _members(file, self._map)
+            if zlib.crc32(self._small(MANIFEST)) != self._parts[MANIFEST].crc:
+                raise self._damaged(f"{MANIFEST} is not what the archive says (CRC-32)")
             self.digest = digest(self._small(MANIFEST))
             self.manifest = json.loads(self._small(MANIFEST))
             self._check()
@@ -134,7 +139,7 @@ def _members(file: Any, content: mmap.mmap) -> dict[str, Part]:
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or not plain:
                 raise ValueError(f"the member {name!r}")
             lengths = struct.unpack("<HH", content[start + 26 : start + 30])
-            part = Part(start + LOCAL_HEADER + sum(lengths), info.file_size)
+            part = Part(start + LOCAL_HEADER + sum(lengths), info.file_size, info.CRC)
             if name in found or part.offset + part.size > len(content):
                 raise ValueError(f"the member {name!r}")
             found[name] = part
