@@ -13,6 +13,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.files import Dataset
 from fedloom.data.own import from_folder, from_npz
 from fedloom.data.tables import Roles, from_folder_of_tables, from_table, is_table
+from fedloom.data.text import from_leaf, from_texts, leaf_files
 
 ROOT_VARIABLE = "FEDLOOM_DATA"
 
@@ -48,7 +49,8 @@ def resolve_root(data_root: str | Path | None = None) -> Path:
 
 
 def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: Roles | None = None) -> Arrays:
-    """A dataset by its name; or a user's own: an .npz file, a table, or a folder with one of these per client.
+    """A dataset by its name; or a user's own: an .npz file, a table, or a folder with one of these or one text per
+    client; LEAF's JSON.
 
     A name goes before a folder of the same name: write ``./mnist`` for the folder. ``roles`` says which columns of a
     table are no features.
@@ -64,12 +66,16 @@ def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: R
         return known.load(resolve_root(data_root) if known.files else Path())
     if path.suffix == ".npz":
         return from_npz(path)
+    if path.is_dir() and any(path.glob("*.txt")) and not any(path.glob("*.npz")):
+        return from_texts(path)
+    if (path.suffix == ".json" and path.is_file()) or (path.is_dir() and leaf_files(path)):
+        return from_leaf(path)
     if path.is_dir():
         return from_folder(path)
     if path.is_file():
         raise DataError(
-            f'{name} is no .npz file and no table (.csv, .parquet); write your samples with np.savez("mine.npz", x=x, '
-            "y=y) and give that file."
+            f"{name} is no .npz file, no table (.csv, .parquet) and no JSON; write your samples with "
+            'np.savez("mine.npz", x=x, y=y) and give that file.'
         )
     if "/" in name or os.sep in name:
         raise DataError(

@@ -288,7 +288,8 @@ class Deployment(Trainer):
         """The last round whose state another round has begun from soundly."""
         federation = self.known.federation(self.greetings)
         super().__init__(self._server(federation), self._engine(federation), "clients are other machines")
-        self.notes = [self.server_samples.note] if self.server_samples else []
+        weight = self.server.weight
+        self.notes = [*([weight.note] if weight else []), *([self.server_samples.note] if self.server_samples else [])]
         self._admitted: Sent | None = None
         self.delivered: list[ClientId] = []
         self.undelivered: dict[ClientId, str] = {}

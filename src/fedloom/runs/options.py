@@ -17,7 +17,9 @@ class RunOptions:
     """Federation, schedule and machine."""
 
     dataset: str = option(
-        "digits", "A dataset's name, an .npz file, a table (.csv, .parquet), or a folder with one per client."
+        "digits",
+        "A dataset's name, an .npz file, a table (.csv, .parquet), LEAF's JSON, or a folder with one per "
+        "client, or one text (.txt).",
     )
     data_root: str | None = option(None, "Where published files lie; without it, the variable FEDLOOM_DATA.")
     target: str | None = option(

@@ -410,7 +410,7 @@ class Frame:
         for name in {member.model for member in self.roster.members if member.model}:
             if path_in(name) is None:  # code that is trusted may take what it likes
                 with torch.device("meta"):
-                    network = parse(name, shape, outputs).build()
+                    network = parse(name, shape, outputs, self.roster.tokens).build()
                 found += sum(one.numel() for one in [*network.parameters(), *network.buffers()])
         return found
 

@@ -202,6 +202,7 @@ def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[
         "device": options.device,
         "metric": server.setup.task.metric_name,
         "notes": list(trainer.notes),
+        **({"loom": server.weight._asdict()} if server.weight else {}),
         "server_samples": 0 if server.setup.server_data is None else len(server.setup.server_data.x),
         "dropped": sum(len(r["dropped"]) for r in records),
         "seconds": sum(r["seconds"]["round"] for r in records),

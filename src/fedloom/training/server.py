@@ -34,6 +34,7 @@ from fedloom.runs.options import RunOptions
 from fedloom.runs.roster import Roster
 from fedloom.training.config import algorithm_of, parse_options
 from fedloom.training.machine import device_of, task_named
+from fedloom.training.weight import weigh
 
 
 class Mark(NamedTuple):
@@ -67,6 +68,8 @@ class Server:
         violations = needs.violations(setup, algorithm.name)
         if violations:
             raise NeedsError(" ".join(violations))
+        self.weight = weigh(algorithm, setup) if trains and now is None else None
+        """What the loom weighs; None without one."""
         self.now = now or Mark(0, algorithm.init(setup), Memories())
         self.settled = -1
         """The round at which the state was last settled."""

@@ -166,6 +166,7 @@ class Simulation(Trainer):
             *self.partition.notes,
             *([leaks] if leaks else []),
             *_of_tokens(arrays),
+            *([server.weight.note] if server.weight else []),
             *([self.server_samples.note] if self.server_samples else []),
         ]
         # what is evaluated with everybody else costs no training, and means something before the last round

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server's state will weigh, before there is one: a loom can have hundreds of times a client's parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fedloom.core.contract import Algorithm, Setup
+from fedloom.core.errors import NeedsError
+from fedloom.core.memory import total
+from fedloom.core.trees import leaves
+
+LARGE = 50_000_000
+"""Parameters of a loom from which smaller ones are advised: four times those of pFedHN for CIFAR-10."""
+
+OPTIMISERS = ("optimiser", "tuning")
+"""The fields of a state that are of no loom but of how it is stepped."""
+
+ADVICE = (
+    "For a smaller one give a smaller --hidden or --model, or take mh_pfedhn with --heads single, which weaves a model "
+    "chunk by chunk with one head."
+)
+
+
+class Weight(NamedTuple):
+    """Of a server's state."""
+
+    parameters: int
+    """Of the loom and of what it weaves from."""
+    bytes: int
+    """With the state of its optimiser."""
+    working_bytes: int
+    """About what is needed while it steps: the state before and after, and the gradients."""
+
+    def __str__(self) -> str:
+        return (
+            f"the loom has {self.parameters:,} parameters: {self.bytes / 1e6:,.0f} MB with its optimiser, and about "
+            f"{self.working_bytes / 1e6:,.0f} MB while it steps"
+        )
+
+    @property
+    def note(self) -> str:
+        """For the notes of a run, with advice where it is large."""
+        return f"{self}. {ADVICE}" if self.parameters >= LARGE else str(self)
+
+
+def weigh(algorithm: Algorithm, setup: Setup[Any]) -> Weight | None:
+    """The weight of a loom's first state, by shapes alone; None for a method without a loom, or if that cannot be told.
+
+    Fails where memory certainly does not suffice.
+    """
+    if (algorithm.base or algorithm).family != "loom":
+        return None
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            state = algorithm.init(setup)._asdict()
+    except NeedsError:
+        raise
+    except Exception:  # what is drawn is read, by a method of a user's own, or to try a network of the server's
+        return None
+    found = Weight(*_counted(state))
+    memory = memory_of(setup.device)
+    if found.bytes > memory:
+        raise NeedsError(
+            f"{algorithm.name} does not fit into memory: {found}, and there are {memory / 1e6:,.0f} MB. {ADVICE}"
+        )
+    return found
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total()
+
+
+def _counted(state: dict[str, Any]) -> tuple[int, int, int]:
+    """Parameters, bytes, bytes at work; a tensor that is in two places is one."""
+    parameters = size = gradients = 0
+    seen: set[int] = set()
+    for path, leaf in leaves(state):
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        weight = leaf.numel() * leaf.element_size()
+        size += weight
+        if leaf.is_floating_point() and path.partition("/")[0] not in OPTIMISERS:
+            parameters += leaf.numel()
+            gradients += weight
+    return parameters, size, 2 * size + gradients
