@@ -56,13 +56,10 @@ def with_average(algorithm: Algorithm, decay: float) -> Algorithm:
         admit=partial(_admit, algorithm) if algorithm.admit else None,
         global_model=partial(_global_model, algorithm) if algorithm.global_model else None,
         embeddings=partial(_embeddings, algorithm) if algorithm.embeddings else None,
-        # a bundle is of what is used: the method's own state, at the mean
         handover=replace(
             algorithm.handover,
             participants=partial(_handed_on, algorithm, algorithm.handover.participants),
             newcomers=partial(_handed_on, algorithm, algorithm.handover.newcomers),
-            loom="",
-            vector=None,
         ),
     )
 
@@ -138,8 +135,6 @@ def _embeddings(algorithm: Algorithm, setup: Setup[Any], state: State, clients: 
     return algorithm.embeddings(setup, used(algorithm, state), clients)
 
 
-def _handed_on(algorithm: Algorithm, hand_on: Callable[[Any, Any], Any], setup: Setup[Any], state: State) -> State:
-    """Nothing of the last state is needed where there is a mean of it."""
-    kept = hand_on(setup, used(algorithm, state))._asdict()
-    mean = {name: kept[name] for name in algorithm.averaged}
-    return State({**kept, **{name: {} for name in mean}}, mean, state.rounds)
+def _handed_on(algorithm: Algorithm, hand_on: Callable[[Any, Any], Any], setup: Setup[Any], state: State) -> Any:
+    """A bundle knows nothing of averages: it has the method's own state, at the mean."""
+    return hand_on(setup, used(algorithm, state))

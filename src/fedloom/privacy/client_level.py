@@ -71,8 +71,8 @@ def with_client_privacy(algorithm: Algorithm, how: ClientPrivacy) -> Algorithm:
         settle=partial(_settle, algorithm) if algorithm.settle else None,
         handover=replace(
             handover,
-            participants=partial(_handed_on, handover.participants),
-            newcomers=partial(_handed_on, handover.newcomers),
+            participants=partial(_handed_on, algorithm, handover.participants),
+            newcomers=partial(_handed_on, algorithm, handover.newcomers),
         ),
     )
 
@@ -110,8 +110,10 @@ def _settle(algorithm: Algorithm, setup: Setup[Any], state: Any, ask: Ask) -> An
     return _with(algorithm.settle(setup, state, ask), state.clip)
 
 
-def _handed_on(hand_on: Callable[[Any, Any], Any], setup: Setup[Any], state: Any) -> Any:
-    return _with(hand_on(setup, state), state.clip)
+def _handed_on(algorithm: Algorithm, hand_on: Callable[[Any, Any], Any], setup: Setup[Any], state: Any) -> Any:
+    """A bundle knows nothing of bounds: it has the method's own state."""
+    own = algorithm.state(**{name: getattr(state, name) for name in _fields(algorithm)})
+    return hand_on(setup, own)
 
 
 def _round(

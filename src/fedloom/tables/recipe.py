@@ -36,6 +36,7 @@ COLUMNS: Mapping[str, tuple[Literal["best", "last"], str, str]] = {
     "last": ("last", "participants/test", "accuracy"),
     "pooled best": ("best", "participants/test", "accuracy_pooled"),
     "pooled last": ("last", "participants/test", "accuracy_pooled"),
+    "worst tenth": ("last", "participants/test", "accuracy_worst10"),
     "val": ("best", "participants/val", "accuracy"),
     "unseen": ("last", "unseen/test", "accuracy"),
     "unseen best": ("best", "unseen/test", "accuracy"),
