@@ -86,9 +86,13 @@ def test_a_stack_of_clients_gives_the_gradients_of_each_without_a_warning(networ
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(models[0], params, (x,)).square().sum()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch says where it has no batching rule
-        together = vmap(grad(loss))(stack_module_state(models)[0], x)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch says where it has no batched form
+            together = vmap(grad(loss))(stack_module_state(models)[0], x)
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
     for i, model in enumerate(models):
         alone = grad(loss)(dict(model.named_parameters()), x[i])
         for name, value in alone.items():
@@ -108,9 +112,10 @@ def test_steps_can_be_traced(network, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return {name: carry[name] - 0.1 * slope for name, slope in grad(loss)(carry).items()}
 
-    traces = traced.Traces()
-    found = traces.steps("step", step, {}, params, [(X, y)] * 4)
-    assert [run is not None for run in traces._traced.values()] == [True]
+    notes: list[str] = []
+    traces = traced.Traces(notes)
+    found = traces.steps("step", "training", step, {}, params, [(X, y)] * 4)
+    assert not notes and [run is not None for run in traces._forms.kept.values()] == [True]
     for _ in range(4):
         params = step({}, params, (X, y))
     assert all(torch.equal(found[name], params[name]) for name in params)
@@ -138,6 +143,23 @@ def test_what_fits_is_told() -> None:
         Model(parse("transformer:width=6:heads=4", (LENGTH,), OUTPUTS, Tokens(VOCABULARY)))
     with pytest.raises(ConfigError, match=r"sequences of tokens, \(samples, length\)"):
         Model(parse("gru", (2, LENGTH), OUTPUTS, Tokens(VOCABULARY)))
+
+
+class Bag(nn.Module):
+    """An operation of which torch has no batched form."""
+
+    def __init__(self, num_outputs: int, vocabulary: int) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(vocabulary, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x)
+
+
+def test_torchs_wish_for_an_issue_reaches_no_user() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert batchable(Model(parse(f"{__name__}:Bag", (LENGTH,), OUTPUTS, Tokens(VOCABULARY))))
 
 
 class Flat(nn.Module):

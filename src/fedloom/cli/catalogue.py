@@ -64,7 +64,9 @@ def datasets(data_root: DataRoot = None) -> None:
     root = _root(data_root)
     known = map(dataset, names())
     table(["--dataset", "what it is", "files"], [(one.name, one.about, _presence(one, root)) for one in known])
-    typer.echo("Your own data: an .npz file with x and y, or a folder with one such file per client.\n")
+    typer.echo(
+        "Your own data: an .npz file with x and y, LEAF's JSON, or a folder with one such file, or text, per client.\n"
+    )
     table(["--partition", "how samples are split over clients"], [(one.usage, one.about) for one in schemes()])
 
 

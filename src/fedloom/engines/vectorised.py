@@ -30,6 +30,9 @@ from fedloom.engines.job import Job, Outcome
 from fedloom.engines.machine import Machine
 from fedloom.engines.traced import Traces
 
+# of an operation without a batched form torch takes one client after another, and would ask users to file an issue
+torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+
 Facts = tuple[Tensor, Tensor]
 """The numbers of samples and the keys of a group."""
 
