@@ -15,6 +15,10 @@ from fedloom.core.trees import leaves
 LARGE = 50_000_000
 """Parameters of a loom from which smaller ones are advised: four times those of pFedHN for CIFAR-10."""
 
+AT_WORK = 4
+"""How many times its size a state takes at most while it steps, with its gradients: pFedHN's SGD measured three times,
+MH-pFedHN's Adam four."""
+
 OPTIMISERS = ("optimiser", "tuning")
 """The fields of a state that are of no loom but of how it is stepped."""
 
@@ -32,17 +36,21 @@ class Weight(NamedTuple):
     bytes: int
     """With the state of its optimiser."""
     working_bytes: int
-    """About what is needed while it steps: the state before and after, and the gradients."""
+    """About what is needed while it steps, at most."""
+    memory_bytes: int
+    """Of the device that it is on."""
 
     def __str__(self) -> str:
         return (
-            f"the loom has {self.parameters:,} parameters: {self.bytes / 1e6:,.0f} MB with its optimiser, and about "
-            f"{self.working_bytes / 1e6:,.0f} MB while it steps"
+            f"the loom has {self.parameters:,} parameters: {self.bytes / 1e6:,.0f} MB with its optimiser, and up to "
+            f"about {self.working_bytes / 1e6:,.0f} MB while it steps"
         )
 
     @property
     def note(self) -> str:
-        """For the notes of a run, with advice where it is large."""
+        """For the notes of a run, with advice where it is large, or memory scarce."""
+        if self.working_bytes > self.memory_bytes:
+            return f"{self}, which may be too much: there are {self.memory_bytes / 1e6:,.0f} MB. {ADVICE}"
         return f"{self}. {ADVICE}" if self.parameters >= LARGE else str(self)
 
 
@@ -62,11 +70,12 @@ def weigh(algorithm: Algorithm, setup: Setup[Any]) -> Weight | None:
         raise
     except Exception:  # what is drawn is read, by a method of a user's own, or to try a network of the server's
         return None
-    found = Weight(*_counted(state))
-    memory = memory_of(setup.device)
-    if found.bytes > memory:
+    parameters, size = _counted(state)
+    found = Weight(parameters, size, AT_WORK * size, memory_of(setup.device))
+    if found.bytes > found.memory_bytes:
         raise NeedsError(
-            f"{algorithm.name} does not fit into memory: {found}, and there are {memory / 1e6:,.0f} MB. {ADVICE}"
+            f"{algorithm.name} does not fit into memory: {found}, and there are {found.memory_bytes / 1e6:,.0f} MB. "
+            f"{ADVICE}"
         )
     return found
 
@@ -76,17 +85,15 @@ def memory_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total()
 
 
-def _counted(state: dict[str, Any]) -> tuple[int, int, int]:
-    """Parameters, bytes, bytes at work; a tensor that is in two places is one."""
-    parameters = size = gradients = 0
+def _counted(state: dict[str, Any]) -> tuple[int, int]:
+    """Parameters and bytes; a tensor that is in two places is one."""
+    parameters = size = 0
     seen: set[int] = set()
     for path, leaf in leaves(state):
         if id(leaf) in seen:
             continue
         seen.add(id(leaf))
-        weight = leaf.numel() * leaf.element_size()
-        size += weight
+        size += leaf.numel() * leaf.element_size()
         if leaf.is_floating_point() and path.partition("/")[0] not in OPTIMISERS:
             parameters += leaf.numel()
-            gradients += weight
-    return parameters, size, 2 * size + gradients
+    return parameters, size
