@@ -28,7 +28,7 @@ from fedloom.deploy.processes import free_port
 from fedloom.deploy.proxy import write_nginx_config
 from fedloom.deploy.ray import run_on_ray
 from fedloom.deploy.template import write_app
-from fedloom.deploy.trial import about, deal
+from fedloom.deploy.trial import Trial, about, deal
 from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 from fedloom.training.config import parse_options
@@ -45,7 +45,7 @@ PATIENCE = 480
 
 def app_for(folder: Path, method: str, models: tuple[str, ...] = MODELS, **settings: Any) -> App:
     """An app whose trial is digits, dealt over four nodes and a newcomer."""
-    given = {**about("digits"), **SHARED, "timeout": PATIENCE / 2, "wait": PATIENCE / 2, **settings}
+    given = {**about(Trial()), **SHARED, "timeout": PATIENCE / 2, "wait": PATIENCE / 2, **settings}
     write_app(folder, method, given, {"dataset": "digits", "model": ",".join(models)})
     return app_in(folder)
 

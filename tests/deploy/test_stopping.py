@@ -21,7 +21,7 @@ from fedloom.deploy import local as trial
 from fedloom.deploy.local import App, Federation, alone, app_in, follow
 from fedloom.deploy.processes import Processes
 from fedloom.deploy.template import write_app
-from fedloom.deploy.trial import about
+from fedloom.deploy.trial import Trial, about
 from fedloom.progress import Quiet, display
 from fedloom.runs.directory import RunDirectory
 
@@ -64,7 +64,7 @@ def running_below(folder: Path) -> list[str]:
 
 
 def new_app(folder: Path) -> App:
-    write_app(folder, "fedavg", about("digits"), {"dataset": "digits"})
+    write_app(folder, "fedavg", about(Trial()), {"dataset": "digits"})
     return app_in(folder)
 
 

@@ -71,5 +71,5 @@ def test_labels_of_each_token_need_a_vocabulary() -> None:
 def test_a_trials_settings_follow_from_its_data(tmp_path: Path) -> None:
     np.savez(tmp_path / "text.npz", x=X + np.arange(5), y=Y, vocabulary=9)
     settings = {"input_shape": "5", "num_outputs": 1, "classes": "", "task": "seq", "vocabulary": 9}
-    assert about(str(tmp_path / "text.npz")) == settings
+    assert about(Trial(dataset=str(tmp_path / "text.npz"))) == settings
     assert network(Trial(), 0, (5,), Tokens(9, True)) == "gru"

@@ -47,6 +47,12 @@ def init(
     dataset: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Data for a trial on one machine, dealt over its nodes.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Of a table: the column that is predicted; without it, y.")
+    ] = None,
+    groups: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Of a table: columns that are no features.")
+    ] = None,
     partition: Annotated[str, typer.Option(metavar="TEXT", help="How they are dealt.")] = "auto",
     model: Annotated[str, typer.Option(metavar="TEXT", help="The nodes' networks, separated by commas.")] = "auto",
     set: Annotated[
@@ -61,10 +67,11 @@ def init(
     from fedloom.deploy.trial import Trial, about, check
 
     given = dict(_pair(word) for word in set or ())
-    trial = {"partition": partition, "model": model}
+    own = {"dataset": dataset, "target": target, "groups": groups}
+    trial = {**{name: value for name, value in own.items() if value}, "partition": partition, "model": model}
     check(Trial(**trial))
     if dataset is not None:
-        trial, given = {"dataset": dataset, **trial}, {**about(dataset), **given}
+        given = {**about(Trial(**trial)), **given}
     typer.echo(write_app(folder, method, given, trial))
 
 

@@ -128,6 +128,12 @@ class Preparation:
         return shape == (self.size,) if self.kind == "table" else len(shape) == 3 and shape[0] == len(self.columns)
 
     @property
+    def form(self) -> Preparation:
+        """What is agreed on before anything is fitted."""
+        plain = [replace(column, mean=0.0, scale=1.0, fill=0) for column in self.columns]
+        return replace(self, columns=tuple(plain))
+
+    @property
     def numbers(self) -> list[int]:
         """Which columns have numbers."""
         return [row for row, column in enumerate(self.columns) if column.categories is None]

@@ -7,12 +7,14 @@ import math
 from collections.abc import Mapping
 from statistics import median, median_low
 
+import numpy as np
 import torch
 
 from fedloom.core.trees import ClientId, Tree, leaves, squared_norm
+from fedloom.data.preparation import Sums
 from fedloom.engines.job import Job
 
-NOT_A_CHANGE = ("num_samples", "loss")
+NOT_A_CHANGE = ("num_samples", "loss", "sums")
 """Parts of a reply that move no parameter."""
 
 FEW = 3
@@ -53,6 +55,36 @@ def weights_of(samples: Mapping[ClientId, int], most: float) -> dict[ClientId, i
     counts = [number for number in samples.values() if number]
     limit = int(most * median_low(counts)) if counts and most else max(counts, default=0)
     return {client: min(number, max(limit, 1)) for client, number in samples.items()}
+
+
+MEANS_AWAY = 10.0
+"""How far a client's mean of a column may be from the median of all, in units of how they usually vary."""
+VARIANCES_MORE = 100.0
+"""How many times the median variance a client's may be."""
+
+
+def sums_of(replies: Mapping[ClientId, Tree], weights: Mapping[ClientId, int], *, missing: bool) -> Sums:
+    """What clients told of their raw training data, as one; of few clients as told, of more within bounds.
+
+    A client counts at most for its weight. ``missing``: a column may have fewer values than there are samples.
+    """
+    told = [{name: leaf.double().cpu().numpy() for name, leaf in reply["sums"].items()} for reply in replies.values()]
+    most = np.array([float(weights.get(client) or 1) for client in replies])[:, None]
+    number, mean, variance, categories = (
+        np.stack([one[name] for one in told]) for name in ("number", "mean", "variance", "categories")
+    )
+    mean = mean + np.stack([one["rest"] for one in told])
+    variance = np.maximum(variance, 0)
+    number = np.clip(number, 0, most) if missing else np.where(number > 0, most, 0)
+    if len(told) >= FEW:
+        middle, usual = np.median(mean, axis=0), np.median(variance, axis=0)
+        apart = MEANS_AWAY * (np.sqrt(usual) + np.median(np.abs(mean - middle), axis=0))
+        mean = np.clip(mean, middle - apart, middle + apart)
+        variance = np.minimum(variance, VARIANCES_MORE * usual)
+    total = np.maximum(number.sum(0), 1)
+    whole = (number * mean).sum(0) / total
+    spread = (number * (variance + (mean - whole) ** 2)).sum(0) / total
+    return Sums(number.sum(0), whole, spread, np.clip(categories, 0, most).sum(0))
 
 
 def weight_fault(reply: Tree) -> str | None:

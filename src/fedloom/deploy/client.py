@@ -32,7 +32,8 @@ from fedloom.core.contract import Home, Program, predict_with_target
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.trees import Tree, leaves
 from fedloom.core.wire import encode
-from fedloom.data.samples import numbered
+from fedloom.data.preparation import Preparation
+from fedloom.data.samples import arranged, labels_among, numbered, raw_samples
 from fedloom.deploy import node
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
@@ -45,6 +46,7 @@ from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.programs.allowed import Evaluation, allowed
 from fedloom.programs.evaluation import EVALUATION
+from fedloom.programs.preparing import PREPARING, preparing
 from fedloom.runs.export import export
 from fedloom.runs.files import write_file
 from fedloom.runs.options import RunOptions
@@ -85,7 +87,8 @@ def answer(
     """
     try:
         asked = facts_of(content)
-        client = Participant(read(context.run_config), context.node_config, load_data, build_model)
+        told, raw = str(asked.get("preparation", "")), asked.get("program") == PREPARING
+        client = Participant(read(context.run_config), context.node_config, load_data, build_model, told, raw=raw)
         if kind == "query.hello":
             return client.hello(str(asked["run"]))
         if kind == "query.deploy":
@@ -109,8 +112,19 @@ def _told(error: Exception, kind: str) -> str:
 class Participant:
     """A client on its own machine."""
 
-    def __init__(self, settings: Settings, about: NodeConfig, load_data: LoadData, build_model: BuildModel) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        about: NodeConfig,
+        load_data: LoadData,
+        build_model: BuildModel,
+        preparation: str = "",
+        *,
+        raw: bool = False,
+    ) -> None:
+        """``preparation``: how the server says that samples are prepared. ``raw``: they are to be left as they are."""
         self.settings, self.own = settings, own_options(about)
+        self.raw, self.preparation = raw and settings.preparation is not None, self._preparation(preparation)
         options = own_privacy(settings.run, self.own)
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -138,7 +152,19 @@ class Participant:
         """All that this client may be asked, by name."""
         evaluation = Evaluation(self.own.evaluation, self.own.evaluation_noise)
         found = allowed(self.algorithm, self.config, self.model, self.newcomer, evaluation)
+        if self.settings.preparation and not self.newcomer:
+            found[PREPARING] = preparing(self.settings.preparation)
         return {name: self._in_large_batches(program) for name, program in found.items()}
+
+    def _preparation(self, told: str) -> Preparation | None:
+        """How raw samples are prepared, of the form that this client's own config has; until it is told, roughly."""
+        given = self.settings.preparation
+        if given is None or not told:
+            return given
+        found = Preparation.of_text(told)
+        if found.form != given.form:
+            raise Refusal("was told to prepare its samples in another way than its own config has.")
+        return found
 
     def _in_large_batches(self, program: Program) -> Program:
         if program.batches is None:
@@ -177,6 +203,7 @@ class Participant:
         """Run a program; remember what it says to remember."""
         run, start, end = str(asked["run"]), int(asked["from_version"]), int(asked["to_version"])
         program = self._program(str(asked["program"]))
+        self._check_told(asked)
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
         name = str(asked["client"])
         reply, after = node.answer(
@@ -202,6 +229,11 @@ class Participant:
         """Of training data the program decides: a newcomer's need not tell anything."""
         return split == "train" or self.own.evaluation == "noised" or self._is_enough(split)
 
+    def _check_told(self, asked: Mapping[str, Any]) -> None:
+        """Refuse to use samples of which nobody has said how they are prepared."""
+        if self.settings.preparation and not self.raw and not asked.get("preparation"):
+            raise Refusal("was not told how its samples are prepared.")
+
     def _check_enough(self, program: Program, reply: Tree) -> None:
         """Refuse to tell something of few samples, unless noise hides each of them."""
         split = program.batches.split if program.batches else ""
@@ -212,6 +244,7 @@ class Participant:
 
     def deploy(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:
         """Put the model that was sent together with the client's memory, and write it into the client's folder."""
+        self._check_told(asked)
         run, name = str(asked["run"]), str(asked["client"])
         shared, mine = (tree_of(content, part, self.federation.device) for part in ("shared", "mine"))
         engine = self._engine(name)
@@ -223,7 +256,8 @@ class Participant:
         if self.plain.predict is predict_with_target:
             module = self.algorithm.module(home, deployed)
             names = self.settings.deploy.class_names
-            export(folder, name, module, self.model.spec, self.algorithm.name, classes=names)
+            spec, method = self.model.spec, self.algorithm.name
+            export(folder, name, module, spec, method, classes=names, preparation=self.preparation)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / "deployed.safetensors", encode(deployed))
@@ -249,7 +283,7 @@ class Participant:
         for split in SPLITS:
             if split in parts:
                 x, y = self._checked(split, *parts[split])
-                xs.append(x.to(device, self.model.input_dtype))
+                xs.append(x.to(device, torch.float64 if self.raw else self.model.input_dtype))
                 ys.append(y.to(device, dtype if y.is_floating_point() else torch.int64))
             length = len(xs[-1]) if split in parts else 0
             rows[split] = np.arange(start, start + length)
@@ -259,13 +293,30 @@ class Participant:
         client = Client(self.name, self.model, rows)
         return Federation(torch.cat(xs), torch.cat(ys), self.task, {self.name: client})
 
+    def _prepared(self, split: str, x: Any) -> np.ndarray:
+        """Raw samples of a split, or what is made of them."""
+        assert self.preparation is not None
+        try:
+            raw = raw_samples(x, self.preparation)
+        except DataError as error:
+            log.warning("%s", error)  # it may have something of the data in it
+            raise Refusal(f"has {split} samples that are no such raw ones as the federation's; see its log.") from error
+        if self.preparation.kind == "images":
+            raw = arranged(raw, self.settings.deploy.shape)
+            if raw.shape[1:] != self.settings.deploy.shape:
+                return raw  # which is refused
+        return raw.astype(np.float64) if self.raw else self.preparation.apply(raw)
+
     def _checked(self, split: str, x: Any, y: Any) -> tuple[Tensor, Tensor]:
         """Samples and labels of a split, checked against what the federation is for."""
         shape, outputs = self.settings.deploy.shape, self.settings.deploy.num_outputs
+        if self.preparation:
+            y = labels_among(x, self.preparation) if y is None else y
+            x = self._prepared(split, x)
         x = torch.as_tensor(x)
-        if tuple(x.shape[1:]) != shape:
+        if not self.raw and tuple(x.shape[1:]) != shape:
             raise Refusal(f"has {split} samples of shape {tuple(x.shape[1:])}; this federation's have {shape}.")
-        if not x.isfinite().all():
+        if not self.raw and not x.isfinite().all():
             raise Refusal(f"has {split} samples with NaN or infinite values.")
         tokens = self.settings.tokens
         if tokens and len(x):

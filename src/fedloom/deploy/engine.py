@@ -78,6 +78,8 @@ class Flower(AbstractEngine):
         self.run, self.exchange, self.rules, self.weights, self.kept = run, exchange, rules, weights, kept
         self.waited = waited
         self._newest = 0
+        self.preparation = ""
+        """How clients are to prepare raw samples, as JSON."""
 
     def check_enough(self, session: Session, program: Program, asked: int, replies: PerClient) -> None:
         """As ``AbstractEngine.check_enough``; a round with fewer usable replies than the quorum does not count.
@@ -136,6 +138,7 @@ class Flower(AbstractEngine):
             "program": job.program.name,
             "from_version": int(job.memories[client][VERSION]),
             "to_version": new,
+            **({"preparation": self.preparation} if self.preparation else {}),
             "kept_versions": " ".join(map(str, sorted(self.kept(client)))),
         }
         return pack(facts, shared=job.shared, mine=job.mine[client])

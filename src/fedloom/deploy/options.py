@@ -13,6 +13,7 @@ from fedloom.core.config import build, check, option
 from fedloom.core.errors import ConfigError, unknown
 from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
 from fedloom.core.tokens import Tokens
+from fedloom.data.preparation import Preparation
 from fedloom.runs.options import RunOptions
 from fedloom.training.machine import task_named
 
@@ -50,6 +51,9 @@ class DeployOptions:
         0, "For samples of tokens, whole numbers from 0: how many different tokens there are; 0: samples are numbers.",
         low=0,
     )  # fmt: skip
+    preparation: str = option(
+        "", "For tables and images of bytes: the columns or channels, as JSON; what else there is to know clients tell."
+    )
     networks: str = option("", "Import paths of clients' own networks, separated by commas, e.g. client:Net.")
     nodes: int = option(2, "Clients to wait for before round 1.", low=1)
     wait: float = option(600.0, "Seconds to wait for clients that are missing.", low=0)
@@ -121,6 +125,11 @@ class Settings(NamedTuple):
         return CLASSIFICATION if self.run.task == "auto" else task_named(self.run.task)
 
     @property
+    def preparation(self) -> Preparation | None:
+        """Of raw samples: what is agreed on of how they are prepared; None: they come prepared."""
+        return Preparation.of_text(self.deploy.preparation).form if self.deploy.preparation else None
+
+    @property
     def tokens(self) -> Tokens | None:
         """What samples of tokens are like; None: samples are numbers."""
         return Tokens(self.deploy.vocabulary, self.task.per_token) if self.deploy.vocabulary else None
@@ -152,6 +161,10 @@ def read(table: Mapping[str, Any]) -> Settings:
     classes, outputs = len(set(settings.deploy.class_names)), settings.deploy.num_outputs
     if classes not in (0, outputs):
         raise ConfigError(f"classes names {classes} of the {outputs} that num-outputs says; name each once.")
+    raw = settings.preparation
+    if raw and not raw.fits(settings.deploy.shape):
+        wanted = str(raw.size) if raw.kind == "table" else f"{len(raw.columns)} channels, then height and width"
+        raise ConfigError(f"input-shape is {settings.deploy.input_shape}, and preparation makes {wanted}; give that.")
     if settings.run.task == SEQUENCE.name and not settings.tokens:
         raise ConfigError(
             "vocabulary is 0, and the task is seq, a label for each token; say how many tokens there are."

@@ -24,7 +24,8 @@ from fedloom.core.errors import ConfigError, DivergedError, FedloomError, NeedsE
 from fedloom.core.task import Task
 from fedloom.core.tokens import Tokens
 from fedloom.core.trees import ClientId, PerClient, Tree
-from fedloom.deploy.bounds import weights_of
+from fedloom.data.preparation import Preparation
+from fedloom.deploy.bounds import sums_of, weights_of
 from fedloom.deploy.codec import pack, refusal
 from fedloom.deploy.engine import VERSION, Flower, Rules
 from fedloom.deploy.keys import clients_by_key
@@ -32,6 +33,7 @@ from fedloom.deploy.lobby import Greeting, Lobby
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.roster import check_model, federation_of, grown, in_order, roster_of
 from fedloom.engines.memories import Memories
+from fedloom.programs.preparing import preparing
 from fedloom.progress import Display, display
 from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
@@ -98,6 +100,7 @@ def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
     wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait, same_model=same)
     greetings = [lobby.greetings[client] for client in in_order(list(lobby.nodes))]
     deployment = Deployment(settings, lobby, greetings)
+    deployment.prepare()
     server = deployment.server
     resolved = flat_config(settings.method, server.options, settings.config)
     directory = RunDirectory.create(out, resolved, need_bytes=4 * server.checkpoint_bytes())
@@ -153,6 +156,7 @@ def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any
     lobby = lobby_of(grid, settings, kept["run"])
     lobby.greetings = {one.client: one for one in greetings}
     deployment = Deployment(settings, lobby, greetings)
+    deployment.prepare_by(directory.roster().preparation)
     deployment.server.restore(checkpoint)
     deployment.proven = checkpoint.meta.get("proven", 0)
     for round in directory.checkpoints():
@@ -226,6 +230,8 @@ class Known(NamedTuple):
         share_is_refused(options.server_data)
         if not isinstance(options.server_data, str):
             return None
+        if settings.preparation:
+            raise ConfigError("server-data is for samples that are not raw, and the clients' are; leave it out.")
         targets = () if self.classes or self.outputs == 1 else (self.outputs,)
         names = settings.deploy.class_names if self.classes else ()
         form = Form(self.shape, self.classes, self.shape if self.task.per_token else targets, names,
@@ -273,6 +279,7 @@ class Deployment(Trainer):
 
     saves_every_round = True
     secret = True
+    engine: Flower
 
     def __init__(self, settings: Settings, lobby: Lobby, greetings: Sequence[Greeting]) -> None:
         self.settings, self.lobby, self.deploy = settings, lobby, settings.deploy
@@ -338,6 +345,21 @@ class Deployment(Trainer):
     def newcomers(self) -> tuple[ClientId, ...]:
         """The newcomers that are connected."""
         return tuple(client for client in self.federation.unseen if client in self.lobby.nodes)
+
+    def prepare(self) -> None:
+        """Have participants tell what raw samples are prepared by, where they are raw."""
+        given = self.settings.preparation
+        if given is None:
+            return
+        session = self.engine.session("preparation", self.now.memory)
+        replies = session.ask(preparing(given), {}, PerClient.empty(self.present))
+        found = sums_of(dict(replies), self.engine.weights, missing=given.kind == "table")
+        self.prepare_by(given.fitted(found))
+
+    def prepare_by(self, preparation: Preparation | None) -> None:
+        """Have clients prepare raw samples in that way."""
+        self.server.roster = self.server.roster._replace(preparation=preparation)
+        self.engine.preparation = preparation.as_text() if preparation else ""
 
     def train_round(self) -> dict[str, Any]:
         """One round with those who are connected; done again where too few answer."""
@@ -471,12 +493,14 @@ class Deployment(Trainer):
         self.greetings = list(greetings)
         federation, now, settled = self.known.federation(greetings), self.now, self.server.settled
         self.server.setup = self._setup_for(greetings)
+        preparation = self.server.roster.preparation
         self.server.roster = roster_of(federation, greetings, *self.server.roster[2:4])
         clients = len(federation.participants)
         cohort = self.settings.run.cohort_of(clients, self.server.algorithm.cohort)
         self.server.options = replace(self.server.options, clients=clients, cohort=cohort)
         self.server.now, self.server.settled = now if state is None else now._replace(state=state), settled
         self.engine = self._engine(federation)
+        self.prepare_by(preparation)
         self.roster_is_new = True
 
     def mark(self) -> Any:
@@ -514,7 +538,12 @@ class Deployment(Trainer):
         versions = {client: known.get(client, {VERSION: 0})[VERSION] for client in sent.mine}
         contents = {
             client: pack(
-                {"run": self.lobby.run, "client": client, "from_version": int(versions[client])},
+                {
+                    "run": self.lobby.run,
+                    "client": client,
+                    "from_version": int(versions[client]),
+                    "preparation": self.engine.preparation,
+                },
                 shared=sent.shared,
                 mine=sent.mine[client],
             )

@@ -16,9 +16,8 @@ from fedloom.clients.partition import parse_scheme
 from fedloom.core.config import build, option
 from fedloom.core.errors import DataError
 from fedloom.core.tokens import Tokens
-from fedloom.data.arrays import Arrays
-from fedloom.data.preparation import images_as_shares
 from fedloom.data.registry import load
+from fedloom.data.tables import Roles
 from fedloom.deploy.options import check_name
 from fedloom.models.spec import parse, usual_network
 from fedloom.runs.files import file_name, write_file
@@ -30,27 +29,25 @@ from fedloom.training.simulation import split
 class Trial:
     """What nodes get in a trial: the options of ``fedloom run`` that name data and networks."""
 
-    dataset: str = option("digits", "A dataset's name, an .npz file, or a folder with one .npz file per client.")
+    dataset: str = option("digits", "A dataset's name, an .npz file, a table, or a folder with one per client.")
+    target: str | None = option(None, "Of a table: the column that is predicted; without it, y.")
+    groups: str | None = option(None, "Of a table: columns that are no features, separated by commas.")
     partition: str = option("auto", "How samples are split over nodes: see `fedloom datasets`.")
     model: str = option("auto", "A network, or several separated by commas: nodes take them in turn.")
 
 
-def about(dataset: str) -> dict[str, Any]:
+def about(trial: Trial) -> dict[str, Any]:
     """The settings of an app that follow from its data."""
-    arrays = _prepared(load(dataset))
-    shape = "x".join(map(str, arrays.x.shape[1:]))
+    dataset = trial.dataset
+    arrays = load(dataset, roles=Roles.of(trial.target, trial.groups))
+    raw, sides = arrays.preparation, tuple(arrays.x.shape[1:])
+    shape = "x".join(map(str, raw.shape(sides) if raw else sides))
     if any("," in name for name in arrays.class_names):
         raise DataError(f"{dataset} has a class whose name has a comma, which separates names in an app; rename it.")
     classes = ",".join(arrays.class_names)
     found = {"input_shape": shape, "num_outputs": arrays.num_outputs, "classes": classes, "task": arrays.task}
+    found |= {"preparation": raw.as_text()} if raw else {}
     return {**found, "vocabulary": arrays.vocabulary} if arrays.vocabulary else found
-
-
-def _prepared(arrays: Arrays) -> Arrays:
-    """Bytes as shares of white; tables are not dealt."""
-    if arrays.preparation is None or arrays.preparation.kind == "images":
-        return arrays.prepared(images_as_shares(arrays.x.shape[1]))
-    raise DataError(f"{arrays.name} is a table; a trial takes prepared samples, as an .npz file. Write one.")
 
 
 def check(trial: Trial) -> None:
@@ -69,7 +66,7 @@ def network(trial: Trial, number: int, shape: tuple[int, ...], tokens: Tokens | 
 
 def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> dict[str, Path]:
     """``{client: file}``, each with its own samples; newcomers' training samples have no labels."""
-    arrays = _prepared(load(trial.dataset))
+    arrays = load(trial.dataset, roles=Roles.of(trial.target, trial.groups))
     given: Mapping[str, Any] = {"clients": nodes, "unseen": newcomers, "seed": seed, "partition": trial.partition}
     found = {}
     clients = split(build(RunOptions, given), arrays).clients
@@ -81,7 +78,8 @@ def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> d
         rows = {"train": one.train, "val": one.val, "test": one.test}
         content = {f"x_{part}": arrays.x[rows[part]] for part in SPLITS}
         labelled = SPLITS[1:] if one.unseen else SPLITS
-        content |= {f"y_{part}": arrays.y[rows[part]] for part in labelled}
+        y = np.array(arrays.class_names)[arrays.y] if arrays.num_classes and arrays.class_names else arrays.y
+        content |= {f"y_{part}": y[rows[part]] for part in labelled}
         data = io.BytesIO()
         np.savez(data, **content)
         found[one.id] = folder / file_name(one.id) / "data.npz"
