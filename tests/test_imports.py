@@ -10,8 +10,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fedloom"
 ORDER = ["core", "data", "clients", "models", "programs", "privacy", "robust", "looms", "adaptation", "engines",
-         "algorithms", "metrics", "runs", "progress", "training", "reports", "deploy", "api", "serving", "tables",
-         "cli", "__main__"]  # fmt: skip
+         "algorithms", "metrics", "runs", "progress", "training", "reports", "deploy", "api", "audit", "serving",
+         "tables", "cli", "__main__"]  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import fedloom
 from fedloom import algorithms
-from fedloom.cli import catalogue, data, deploy, look, new, run, runs, serving, tables
+from fedloom.cli import audit, catalogue, data, deploy, look, new, run, runs, serving, tables
 from fedloom.cli.output import INTERRUPTED, USER_ERROR, friendly, sentence_of, tell
 from fedloom.core.interrupts import ignore, take_as_one
 
@@ -82,7 +82,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     commands: tuple[Callable[..., None], ...] = (
         *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
         *(serving.bundle, serving.serve, serving.token, serving.join),
-        *(look.report, look.watch, look.privacy),
+        *(look.report, look.watch, look.privacy, audit.audit),
         *(tables.table, tables.board),
         *(catalogue.methods, catalogue.datasets, catalogue.models, new.new),
     )

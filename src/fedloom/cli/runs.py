@@ -122,7 +122,7 @@ def evaluate(
         raise ConfigError("--mix is about participants' own models; leave --unseen, --global and --curve out.")
     if curve and (not unseen or of_global or mode != "admit" or samples):
         raise ConfigError("--curve is about clients that are admitted; give --unseen too, and no other mode.")
-    loaded = api.load(run, which=_checkpoint(which), adapt=adapt, force=force, trust=trust)
+    loaded = api.load(run, which=checkpoint(which), adapt=adapt, force=force, trust=trust)
     if mix or curve:
         found = loaded.mix(split) if mix else loaded.admission_curve(split)
         _told(found, "mix" if mix else "admission", run, json)
@@ -170,7 +170,7 @@ def export(
 
     if bool(client) + all + of_global != 1:
         raise ConfigError("Say whose models to write: give one of --client ID, once or more, --all, and --global.")
-    loaded = api.load(run, which=_checkpoint(which), adapt=adapt, force=force, trust=trust)
+    loaded = api.load(run, which=checkpoint(which), adapt=adapt, force=force, trust=trust)
     if of_global:
         typer.echo(loaded.export_global(out or run / "export", format))
     for one in loaded.clients if all else client or ():
@@ -204,7 +204,7 @@ def admit(
     from fedloom.data.samples import samples_from
 
     x, y = samples_from(data)
-    admitted = api.load(run, which=_checkpoint(which), adapt=adapt, force=force, trust=trust).admit(x, y, model)
+    admitted = api.load(run, which=checkpoint(which), adapt=adapt, force=force, trust=trust).admit(x, y, model)
     path = admitted.export(out or run / "admitted", data.stem, format)
     if admitted.report:
         typer.echo(admitted.report)
@@ -257,7 +257,7 @@ def compare(
     comparison(runs, JSON if json else AUTO, baseline)
 
 
-def _checkpoint(which: str | None) -> Any:
+def checkpoint(which: str | None) -> Any:
     if which is None or which in ("best", "last"):
         return which
     if not which.isdecimal():

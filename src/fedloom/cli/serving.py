@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.output import json_line, tell
-from fedloom.cli.runs import Adapt, Force, Format, Trust, Which, _checkpoint
+from fedloom.cli.runs import Adapt, Force, Format, Trust, Which, checkpoint
 from fedloom.core.errors import ConfigError, FedloomError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
@@ -41,7 +41,7 @@ def bundle(
     if (run is None) == (verify is None):
         raise ConfigError("Say what to do: give a run directory to bundle, or --verify FILE.")
     if run is not None:
-        loaded = api.load(run, which=_checkpoint(which), adapt=adapt, force=force, trust=trust)
+        loaded = api.load(run, which=checkpoint(which), adapt=adapt, force=force, trust=trust)
         verify = make_bundle(loaded, out)
     assert verify is not None
     found = Bundle(verify, trust=trust)

@@ -20,8 +20,8 @@ FEW = 1_000
 DIGITS = 5
 """Significant digits of such numbers."""
 
-MIX, ADMISSION = "mix.json", "admission.json"
-"""What is found out of a run when somebody asks for it: mixed models, an admission round by round."""
+MIX, ADMISSION, AUDIT = "mix.json", "admission.json", "audit.json"
+"""What is found out of a run when somebody asks for it: mixed models, an admission round by round, attacks."""
 
 T = TypeVar("T")
 
