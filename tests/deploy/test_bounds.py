@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -19,11 +20,17 @@ from flwr.app import RecordDict
 
 from conftest import small_federation
 from deploy.nearby import deployed
+from fedloom.clients.federation import Federation
+from fedloom.core.task import CLASSIFICATION, REGRESSION
 from fedloom.core.trees import flatten, tree_map
 from fedloom.core.wire import decode
-from fedloom.deploy.bounds import too_far, weight_fault, weights_of
+from fedloom.deploy.bounds import as_shares, believed, count_fault, shares_fault, too_far, weight_fault, weights_of
 from fedloom.deploy.codec import pack
 from fedloom.deploy.server import Deployment
+from fedloom.metrics.summary import Group, summarise
+from fedloom.models.model import Model
+from fedloom.models.spec import parse
+from fedloom.programs.evaluation import DIVERGED, Score, worst
 
 
 def job(sent: float = 0.0) -> Any:
@@ -172,3 +179,148 @@ def test_one_client_whose_answers_curve_the_wrong_way_leaves_the_calibration_to_
     ours.train_round()
     ours.settle()
     assert 0 < float(ours.server.state.slope) < 100 and float(ours.server.state.bias.abs().max()) < 100
+
+
+def scores(*metrics: float, samples: float = 20) -> dict[str, Score]:
+    """Scores of clients, each of as many samples, the last one's as many as are given."""
+    numbers = [*[20] * (len(metrics) - 1), int(samples)]
+    return {c: Score(1.0, metric, number) for c, metric, number in zip("abcde", metrics, numbers)}
+
+
+def test_no_client_takes_over_a_pooled_score() -> None:
+    """Three of 20 samples that are half right and one of 1e30 that are all wrong: it counts as ten of them."""
+    group, lie = Group("deployed", "participants", "val"), scores(0.5, 0.5, 0.5, 0.0, samples=1e30)
+    found, notes = believed(lie, CLASSIFICATION, 100, 10)
+    assert notes == ["client d's number of samples of 1e+30 counts as 200"]
+    pooled = "deployed/participants/val/accuracy_pooled"
+    assert summarise(found, CLASSIFICATION, group)[pooled] == pytest.approx(30 / 260)
+    assert summarise(lie, CLASSIFICATION, group)[pooled] < 1e-20  # what it is for
+    assert believed(lie, CLASSIFICATION, 100, 0)[0] == lie
+    (two, _) = believed({"a": Score(1.0, 0.5, 20), "b": Score(1.0, 0.0, 10**30)}, CLASSIFICATION, 100, 10)
+    assert two["b"].samples == 200
+
+
+@pytest.mark.parametrize("lie", [1e30, -1e30])
+def test_a_metric_without_bounds_counts_no_more_than_so_many_times_the_median(lie: float) -> None:
+    found, notes = believed(scores(2.0, 2.0, 3.0, lie), REGRESSION, 100, 10)
+    assert found["d"].metric == math.copysign(200, lie) and found["a"].metric == 2
+    assert notes == [f"client d's absolute_error of {lie:.6g} counts as {math.copysign(200, lie):.6g}"]
+    assert believed(scores(2.0, 2.0, 3.0, 190), REGRESSION, 100, 10) == (scores(2.0, 2.0, 3.0, 190), [])
+    assert believed(scores(0.0, 0.5, 1.0, 1.0), CLASSIFICATION, 100, 10)[1] == []  # a share is what it is
+
+
+def test_a_loss_counts_no_more_than_so_many_times_the_median_or_so_many_nats() -> None:
+    well = {c: Score(loss, 0.9, 20) for c, loss in zip("abcd", (1e-6, 1e-6, 90.0, DIVERGED))}
+    found, notes = believed(well, CLASSIFICATION, 100, 10)
+    assert [score.loss for score in found.values()] == [1e-6, 1e-6, 90.0, 100.0] and len(notes) == 1
+    assert all(score.metric == 0.9 for score in found.values())
+
+
+def test_a_client_that_is_missing_once_makes_no_other_checkpoint_the_best() -> None:
+    """Without an answer an error would count 1e30, and any checkpoint that it answered would be better."""
+    missing = {**scores(2.0, 2.0, 3.0), "d": worst(higher_is_better=False)}
+    found, notes = believed(missing, REGRESSION, 100, 10)
+    assert found["d"] == Score(1.0, 3.0, 1) and not notes
+    nobody = {"a": worst(higher_is_better=False)}
+    assert believed(nobody, REGRESSION, 100, 10) == (nobody, [])
+    right = {**scores(0.5, 0.6), "d": worst(higher_is_better=True)}
+    assert believed(right, CLASSIFICATION, 100, 10)[0]["d"] == Score(1.0, 0.0, 1)
+
+
+@pytest.mark.parametrize("counts", [[-5000.0, 0, 0], [1e12, 0, 0], [math.nan, 1, 1], [0.5, 0.5, 0], [7, 7, 7]])
+def test_counts_of_classes_are_of_samples_that_the_client_has(counts: list[float]) -> None:
+    assert count_fault({"counts": torch.tensor(counts)}, 20, noised=True)
+    assert count_fault({"counts": torch.tensor([7.0, 6, 7])}, 20, noised=False) is None
+    assert count_fault({"counts": torch.tensor([7.0, 6, 7])}, None, noised=False) is None
+
+
+def test_other_numbers_that_a_client_weighs_by() -> None:
+    assert count_fault({"samples": torch.tensor(-3.0)}, 20, noised=False)
+    assert count_fault({"samples": torch.tensor(2.5)}, 20, noised=True) is None  # which are noised and weigh nothing
+    for steps in (-5000.0, 0.0, math.nan):
+        assert count_fault({"effective_steps": torch.tensor(steps)}, 20, noised=True)
+    assert count_fault({"effective_steps": torch.tensor(2.5)}, 20, noised=False) is None
+
+
+@pytest.mark.parametrize("given", [[-5000.0, 1], [1e12, 0], [math.nan, 1], [0.9, 0.9]])
+def test_shares_are_shares(given: list[float]) -> None:
+    assert shares_fault({"shares": torch.tensor(given)})
+    held = as_shares(torch.tensor(given))
+    assert bool((held >= 0).all()) and float(held.sum()) <= 1 + 1e-6
+    for fine in ([0.25, 0.75], [0.0, 0.0]):
+        assert shares_fault({"shares": torch.tensor(fine)}) is None
+        assert as_shares(torch.tensor(fine)).tolist() == fine
+
+
+LIES = [
+    ("fedproto", {}, "counts", "replied with counts that are not whole"),
+    ("fedtgp", {}, "counts", "replied with counts that are not whole"),
+    ("fedgh", {}, "counts", "replied with counts that are not whole"),
+    ("pfedhn", {"descriptor": "class_shares"}, "shares", "replied with shares from -5000"),
+    ("fednova", {}, "effective_steps", "says that it took -5000 steps"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "name", "reason"), LIES, ids=[one[0] for one in LIES])
+def test_a_count_that_is_none_is_refused_and_recorded(
+    method: str, options: Any, name: str, reason: str, tmp_path: Path
+) -> None:
+    ours = deployed(method, small_federation(), tmp_path, **options)
+    ours.lobby.faults["2"] = replying(
+        lambda tree: {**tree, name: torch.full_like(tree[name], -5000)} if name in tree else tree
+    )
+    (dropped,) = ours.train_round()["dropped"]
+    assert dropped["client"] == "2" and dropped["reason"].startswith(reason)
+
+
+def test_a_lie_about_shares_in_an_adapted_run_counts_as_shares(tmp_path: Path) -> None:
+    """A node may have noise of its own on them, which the server does not know."""
+    ours = deployed("fedavg", small_federation(), tmp_path, adapt="prior", rounds=1)
+    ours.lobby.faults["2"] = replying(
+        lambda tree: (
+            {**tree, "shares": torch.tensor([1e12, 0, -1e12], dtype=torch.float64)} if "shares" in tree else tree
+        )
+    )
+    ours.train_round()
+    ours.settle()
+    alpha = ours.server.state.alpha
+    assert bool((alpha > 0).all()) and float(alpha.sum()) < 100
+
+
+def regression_federation() -> Federation:
+    """Clients that learn their classes' numbers as if they were values."""
+    known = small_federation()
+    model = Model(parse("mlp:hidden=5", known.x.shape[1:], 1), dtype=torch.float64)
+    roster = {name: dataclasses.replace(client, model=model) for name, client in known.roster.items()}
+    return Federation(known.x, known.y.double(), REGRESSION, roster)
+
+
+LIED = [
+    (
+        {"samples": 1e30},
+        [],
+        ["On val data client 2's number of samples of 1e+30 counts as 30: it is far above the median"],
+    ),
+    ({"metric": -1e30}, ["says that its loss is"], []),
+    ({"metric": 1e30}, [], ["On val data client 2's absolute_error of 3.33333e+29 counts as"]),
+    ({"loss": -1e30}, ["says that its loss is -1e+30"], []),
+    ({"loss": 1e30}, [], ["On val data client 2's loss of 3.33333e+29 counts as"]),
+]
+
+
+@pytest.mark.parametrize(("lie", "dropped", "noted"), LIED, ids=str)
+def test_what_a_client_says_of_its_error_counts_within_bounds_and_is_recorded(
+    lie: dict[str, float], dropped: list[str], noted: list[str], tmp_path: Path
+) -> None:
+    ours = deployed("fedavg", regression_federation(), tmp_path, task="regression")
+    honest = ours.evaluate("val")
+    ours.lobby.faults["2"] = replying(
+        lambda tree: {**tree, **{n: torch.full_like(tree[n], v) for n, v in lie.items()}} if "metric" in tree else tree
+    )
+    found = ours.evaluate("val")
+    usual = max(score.metric for score in honest.values())
+    assert all(0 <= score.metric <= 100 * usual and score.samples <= 30 for score in found.values())
+    reasons = [one.reason for one in ours._dropped]
+    for texts, starts in ((reasons, dropped), (ours.engine.notes, noted)):
+        assert len(texts) == len(starts) and all(text.startswith(start) for text, start in zip(texts, starts))
+    assert all(found[client] == honest[client] for client in honest if client != "2")

@@ -180,6 +180,8 @@ def test_a_node_computes_on_no_small_batches(tmp_path: Path) -> None:
     own = {"min-batch": 8}
     assert hello(tmp_path, many, **own) == small
     assert hello(tmp_path, many, **own, **{"batch-size": 8})["samples"] == 40
+    (told,) = evaluations(tmp_path, 1, **{"batch-size": 4})  # a server need not have said hello
+    assert told == small["error"]
     few = hello(tmp_path, (X, Y), **own, **{"batch-size": 8})
     assert few == {"error": "has 4 training samples, fewer than its own min-batch."}
     assert NodeOptions().min_batch == 8  # without being asked for
@@ -321,3 +323,106 @@ def test_a_write_that_is_cut_short_leaves_the_version_before(tmp_path: Path, mon
     monkeypatch.undo()
     found = Store(tmp_path / "node").load("run", 1)
     assert found is not None and float(found["a"]) == 1
+
+
+def evaluations(tmp_path: Path, number: int, change: float = 0.0, **own: Any) -> list[Any]:
+    """What a node with noise on its evaluations answers to a server that asks so often; ``change``: of the model."""
+    table = table_of("fedavg", small_federation(), **{"batch-size": 8})
+    node = {"client": "a", "folder": str(tmp_path), "min-batch": 8, "evaluation": "noised", **own}
+    context: Any = SimpleNamespace(run_config=table, node_config=node)
+    model = Model(parse("mlp:hidden=5", (1, 6, 6), 3), dtype=torch.float64)
+    parts = {split: (np.random.default_rng(0).random((40, 1, 6, 6)), np.zeros(40, int)) for split in ("train", "test")}
+    found = []
+    for stage in range(number):
+        params = {name: value + stage * change for name, value in model.init(0).items()}
+        ticket = {"run": "r", "client": "a", "stage": stage, "ask": 1, "from_version": 0, "to_version": stage + 1}
+        asked = pack({**ticket, "kept_versions": "", "program": "evaluate.test"}, shared={"params": params}, mine={})
+        reply = answer("train", asked, context, lambda node: parts, lambda node: "mlp:hidden=5")
+        error = facts_of(reply).get("error")
+        found.append(error or decode(reply["trees"]["reply"].data)["loss"].item())
+    return found
+
+
+def test_who_asks_the_same_again_gets_the_same_noise(tmp_path: Path) -> None:
+    """Else the mean of many answers would be the exact one: in other rounds too, and after the node was restarted."""
+    answers = evaluations(tmp_path, 5)
+    assert len(set(answers)) == 1 and len(set(evaluations(tmp_path, 3, 1e-9))) == 3
+    assert evaluations(tmp_path, 1) == answers[:1]
+    exact = evaluations(tmp_path / "exact", 3, 1e-3, evaluation="exact")
+    assert len(set(exact)) == 3 and not (tmp_path / "exact" / "answers").exists()  # no noise: nothing is counted
+
+
+def test_a_node_stops_after_so_many_noised_answers(tmp_path: Path) -> None:
+    full = "has given 2 answers with noise on them, as many as its own max-answers allows."
+    one, two, three = evaluations(tmp_path, 3, 1e-9, **{"max-answers": 2})
+    assert isinstance(one, float) and isinstance(two, float) and three == full
+    assert evaluations(tmp_path, 1, **{"max-answers": 2}) == [one]  # which it has given already
+    assert (tmp_path / "answers").read_text() == "2"
+
+
+def test_label_shares_are_noised_once_whatever_happens_in_between(tmp_path: Path) -> None:
+    protected = {"1": {"adapt-clip": 1.0, "adapt-noise": 0.5}}
+    ours = deployed("scaffold", small_federation(), tmp_path, nodes=protected, adapt="prior")
+    for _ in range(2):
+        ours.train_round()
+        ours.settle()
+    first, second = (tree["shares"] for tree in replies_of(ours, "1", "label_shares"))
+    assert first.equal(second)
+    one, *more = (tree["gradient"] for tree in replies_of(ours, "1", "calibrate"))
+    assert not any(one.equal(other) for other in more)  # other questions
+
+
+def test_a_node_keeps_the_last_answers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.deploy.store.KEPT", 3)
+    store = Store(tmp_path)
+    for number in range(6):
+        given = store.once("run", bytes([number]), {"a": torch.tensor(float(number))}, 100)
+        assert float(given["a"]) == number
+    assert len(list((tmp_path / "run" / "answers").iterdir())) == 3 and (tmp_path / "answers").read_text() == "6"
+    assert float(store.once("run", bytes([5]), {"a": torch.tensor(9.0)}, 100)["a"]) == 5
+
+
+UNREAD = [
+    (
+        "fedavg",
+        {"descriptor-epsilon": 0.5},
+        "has 'descriptor-epsilon' in its own config, which nothing reads, nor has the",
+    ),
+    (
+        "fedavg",
+        {"laplace-noise": 0.1},
+        "has 'laplace-noise' in its own config, which nothing reads, nor has the method",
+    ),
+    (
+        "fedavg",
+        {"evalution": "none"},
+        "has 'evalution' in its own config, which nothing reads; did you mean 'evaluation'?",
+    ),
+    ("fedavg", {"min_bach": 99}, "has 'min_bach' in its own config, which nothing reads; did you mean 'min-batch'?"),
+    (
+        "fedavg",
+        {"adapt-clip": 1.0, "adapt-noise": 1.0},
+        "wants adapt-clip and adapt-noise, which this federation has no",
+    ),
+    ("fedavg", {"evaluation-noise": 3.0}, "wants evaluation-noise, and its evaluation is exact: set evaluation to"),
+    ("fedavg", {"local-lr": -1.0}, "has a config of its own that cannot be: --local-lr is -1.0"),
+]
+
+
+@pytest.mark.parametrize(("method", "own", "reason"), UNREAD, ids=[next(iter(one[1])) for one in UNREAD])
+def test_a_node_that_was_given_what_nothing_reads_takes_no_part(
+    method: str, own: Any, reason: str, tmp_path: Path
+) -> None:
+    assert hello(tmp_path, (X, Y), **own)["error"].startswith(reason)
+
+
+def test_what_a_nodes_two_functions_read_is_no_mistake(tmp_path: Path) -> None:
+    own = {"scale": 2, "where": "x", "all": 1, "num-partitions": 4}  # the last is Flower's
+
+    def load(node: Any) -> Any:
+        assert node["scale"] == 2 and node.get("nothing") is None and "where" in node
+        return X, Y
+
+    assert hello(tmp_path, load, **own)["error"].startswith("has 'all' in its own config")
+    for way in (dict, list, lambda node: {**node}, lambda node: list(node.items())):
+        assert "error" not in hello(tmp_path, lambda node, way=way: way(node) and (X, Y), **own)

@@ -127,7 +127,7 @@ def test_a_node_prepares_by_what_its_own_config_has_and_tells_nothing_but_sums(t
     assert asked(tmp_path, {"program": "preparing"})["remembers"] is False
     told = asked(tmp_path, {"program": "preparing"}, role="newcomer")
     assert "does not allow a newcomer" in told["error"]
-    told = asked(tmp_path, {"program": "preparing"}, **{"min-batch": 30})
+    told = asked(tmp_path, {"program": "preparing"}, **{"min-batch": 30, "batch-size": 30})
     assert "fewer train samples than its own min-batch" in told["error"]
 
 

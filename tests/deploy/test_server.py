@@ -430,7 +430,7 @@ LIES = {
     "deep network": (
         "pfedhn",
         {"model": '["vit", [["depth", 1000000000], ["patch", 2]]]'},
-        "it has more than 20,000,000 parameters",
+        "vit takes a depth of at most",
     ),
     "thin network": ("pfedhn", {"model": f'["mlp", [["hidden", {[1] * 3000}]]]'}, "it has more than 5,000 tensors"),
     "own network": ("fedavg", {"model": '["testnets:Endless", [["layers", 1000000000]]]'}, "more than 5,000 tensors"),
@@ -695,6 +695,6 @@ def test_a_deployments_run_is_looked_at_like_any_other(tmp_path: Path, monkeypat
     assert {one["client"] for one in follower.facts.dropped()} == {"1"}
     page = live.page_of([follower])
     (who,) = [block for block in page.sections[0].blocks if block["id"] == "who"]
-    assert who["rows"][0][0:2] == ["1", "dropped"] and "did not answer" in who["rows"][0][-1]
+    assert who["rows"][0][0:2] == ["1", "late"] and "did not answer" in who["rows"][0][-1]
     assert {"curves", "clients", "embeddings", "traffic"} <= set(charts_of(follower.facts))
     assert not any(member.labels for member in follower.facts.members.values())

@@ -23,3 +23,9 @@ def test_markdown_is_escaped():
 
 def test_csv_comes_back_as_it_was():
     assert list(csv.reader(io.StringIO(as_csv(TABLE)))) == [TABLE.columns, *TABLE.rows]
+
+
+def test_a_csv_has_no_formulas_for_a_spreadsheet() -> None:
+    names = ["=cmd|' /C calc'!A0", "@SUM(1)", "+cmd", "-1+cmd|' /C calc'!A0", "\t=1", "pFedHN", "-0.4 ± 0.2", "+1.5"]
+    read = list(csv.reader(io.StringIO(as_csv(Cells(["method"], [[name] for name in names], "")))))
+    assert [row[0] for row in read[1:]] == [*(f"'{name}" for name in names[:5]), *names[5:]]

@@ -497,20 +497,22 @@ def test_kill_9_at_any_moment(run: RunDirectory) -> None:
             while not run.checkpoints() or run.checkpoints()[-1] <= reached[-1]:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
+            seen = run.checkpoints()[-1]
             time.sleep(draw.uniform(0, 0.05))
             os.kill(worker, signal.SIGKILL)
             assert nursery.stdout.readline() == "dead\n"
 
             last = consistent(run, "last")  # as a reader, beside whatever was left
-            assert last >= reached[-1]
+            assert last >= seen  # what was there before the kill is there after it
             with run.lock():
                 last = consistent(run, "last")
+                assert last >= seen
                 assert consistent(run, "best") == last - (last - 1) % 5
             assert [record["round"] for record in run.records()][:last] == list(range(1, last + 1))
             assert not list(run.path.glob("**/.*"))
             reached.append(last)
         nursery.stdin.close()
-    assert reached[-1] > 20
+    assert len(set(reached)) == 21  # each worker went on from where the one before it was killed
 
 
 def test_nothing_here_imports_torch() -> None:

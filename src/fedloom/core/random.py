@@ -29,6 +29,8 @@ class Fresh(NamedTuple):
     """In the place of a key: what is drawn with it cannot be computed from anything, nor drawn again."""
 
     device: torch.device
+    drawn: list[int] | None = None
+    """Gets the size of each draw, if there is one."""
 
 
 Key = Tensor | Fresh
@@ -71,6 +73,8 @@ def fold(key: Key, data: Tensor | int) -> Key:
 def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform on [0, 1), one hash per element."""
     if isinstance(key, Fresh):
+        if key.drawn is not None:
+            key.drawn.append(math.prod(shape))
         bits = np.frombuffer(os.urandom(4 * math.prod(shape)), dtype=np.int32).copy()
         words = torch.from_numpy(bits).to(key.device).reshape(shape) >> 8
     else:

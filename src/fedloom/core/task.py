@@ -32,6 +32,11 @@ class Task:
     """Labels are one per token, (batch, length), -1 for none; outputs (batch, length, classes). A sample's loss and
     metric are means over its labelled tokens, and evaluations count tokens."""
 
+    @property
+    def metric_is_share(self) -> bool:
+        """The metric lies between 0 and 1."""
+        return TASKS.get(self.name) is self and self.metric_name in ("accuracy", "f1")
+
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(outputs, y, reduction="none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one client can do to the others: how far its reply may reach, and how much it may weigh."""
+"""What one client can do to the others: how far its reply may reach, how much it may weigh, what its scores count."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from statistics import median, median_low
 import numpy as np
 import torch
 
+from fedloom.core.task import TASKS, Task
 from fedloom.core.trees import ClientId, Tree, leaves, squared_norm
 from fedloom.data.preparation import Sums
 from fedloom.engines.job import Job
+from fedloom.programs.evaluation import Score, worst
 
-NOT_A_CHANGE = ("num_samples", "loss", "sums")
-"""Parts of a reply that move no parameter."""
+NOT_A_CHANGE = ("num_samples", "loss", "counts", "sums")
+"""Parts of a reply that move no parameter, and have bounds of their own."""
 
 FEW = 3
 """Replies of which a median says something."""
+
+ROUNDING = 1e-3
+"""By how much shares may miss their sum."""
 
 
 def too_far(job: Job, replies: Mapping[ClientId, Tree], bound: float) -> dict[ClientId, str]:
@@ -96,3 +101,85 @@ def weight_fault(reply: Tree) -> str | None:
         return "replied with something that is not one number of samples"
     number = float(claimed)
     return None if number >= 1 and number.is_integer() else f"says that it has {number:g} samples"
+
+
+def count_fault(reply: Tree, samples: int | None, *, noised: bool) -> str | None:
+    """Why numbers of a reply that count samples or steps count none; None if they do, or there are none in it.
+
+    ``samples``: how many the client told when it joined; None: it is not known. ``noised``: noise of a node's own may
+    be on the numbers of samples in answers for adaptation, which weigh nothing.
+    """
+    for name in ("counts",) if noised else ("counts", "samples"):
+        for _, counts in leaves({name: reply[name]} if name in reply else {}):
+            if not bool(((counts >= 0) & (counts == counts.round())).all()):
+                return f"replied with {name} that are not whole numbers of at least 0"
+            if name == "counts" and samples is not None and float(counts.sum()) > samples:
+                return f"counts {float(counts.sum()):g} samples in all; it told {samples} when it joined"
+    if "effective_steps" in reply and not float(reply["effective_steps"]) > 0:
+        return f"says that it took {float(reply['effective_steps']):g} steps"
+    return None
+
+
+def shares_fault(reply: Tree) -> str | None:
+    """Why shares are none; None if they are, or there are none in the reply."""
+    if "shares" not in reply:
+        return None
+    given = reply["shares"]
+    if bool((given >= -ROUNDING).all()) and float(given.sum()) <= 1 + ROUNDING:
+        return None
+    return f"replied with shares from {float(given.min()):g} to {float(given.max()):g}, {float(given.sum()):g} in all"
+
+
+def as_shares(noised: torch.Tensor) -> torch.Tensor:
+    """Shares that noise was added to, as shares again: none below 0, and no more than 1 in all."""
+    found = noised.nan_to_num().clamp(0, 1)
+    return found / found.sum().clamp(min=1)
+
+
+def sums_fault(reply: Tree, task: Task) -> str | None:
+    """Why the sums of an evaluation are not those of some samples; None if they may be."""
+    samples, loss, metric = (float(reply[name]) for name in ("samples", "loss", "metric"))
+    if not (samples >= 1 and samples.is_integer()):
+        return f"says that it tried {samples:g} samples"
+    if task.metric_is_share and not 0 <= metric <= samples:
+        return f"says that {metric:g} of {samples:g} samples were right"
+    if TASKS.get(task.name) is task and min(loss, metric) < 0:
+        return f"says that its loss is {loss:g} and its {task.metric_name} {metric:g}, below 0"
+    return None
+
+
+def believed(
+    scores: Mapping[ClientId, Score], task: Task, most: float, most_weight: float
+) -> tuple[dict[ClientId, Score], list[str]]:
+    """Scores as they count, and what of them was more than that.
+
+    Nobody's samples are more than ``most_weight`` times the median; nobody's loss, or metric where it is no share, is
+    more than ``most`` times the median of three clients at least; 0: no bound. Who gave no usable reply has the worst
+    of the others' numbers where there is no worst number, so that a score without it can be compared with one with it.
+    """
+    nothing = worst(higher_is_better=task.higher_is_better)
+    told = {client: score for client, score in scores.items() if score != nothing}
+    if not told:
+        return dict(scores), []
+    notes: list[str] = []
+    limits = {"samples": most_weight * median_low(score.samples for score in told.values())}
+    if len(told) >= FEW:
+        # one nat is no large loss, however well the others do
+        limits["loss"] = most * max(median_low(abs(score.loss) for score in told.values()), 1.0)
+        if not task.metric_is_share:
+            limits["metric"] = most * median_low(abs(score.metric) for score in told.values())
+
+    def counted(client: ClientId, score: Score) -> Score:
+        held: dict[str, float] = score._asdict()
+        for name, limit in limits.items():
+            value = held[name]
+            if limit and abs(value) > limit:
+                held[name] = math.copysign(limit, value)
+                what = {"samples": "number of samples", "metric": task.metric_name}.get(name, name)
+                notes.append(f"client {client}'s {what} of {value:.6g} counts as {held[name]:.6g}")
+        return Score(held["loss"], held["metric"], int(held["samples"]))
+
+    found = {client: counted(client, score) for client, score in told.items()}
+    loss = max(score.loss for score in found.values())
+    metric = nothing.metric if task.higher_is_better else max(score.metric for score in found.values())
+    return {client: found.get(client, Score(loss, metric, 1)) for client in scores}, notes

@@ -9,13 +9,13 @@ may hold whatever the user's two functions read, and any option of the method th
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,12 @@ from fedloom.training.config import algorithm_of
 from fedloom.training.machine import device_of
 
 log = logging.getLogger(__name__)
+
+OF_DATA_ALONE = ("label_shares", "encoder.describe_privately")
+"""Programs whose answers depend neither on what the client remembers nor on the round."""
+
+USUAL = ("data", "model", "partition-id", "num-partitions")
+"""What ``deploy local`` and Flower give every node, whether its functions read it or not."""
 
 NodeConfig = Mapping[str, Any]
 LoadData = Callable[[NodeConfig], Mapping[str, tuple[Any, Any]] | tuple[Any, Any]]
@@ -134,22 +140,24 @@ class Participant:
         self.name = self.own.client or self.store.name
         self.store.claim(self.name)
         device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
-        network = build_model(about)
+        told = Told(about)
+        network, data = build_model(told), load_data(told)
+        told.check_all_read(settings.config)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
         spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs, settings.tokens)
         narrow = torch.bfloat16 if options.precision == "bf16" else dtype
         self.model = Model(spec, device, dtype, training_dtype=narrow)
         self.task = settings.task
-        self.federation = self._federation(load_data(about), device, dtype)
+        self.federation = self._federation(data, device, dtype)
+        self.programs = self._own_programs()
+        """All that this client may be asked, by name."""
 
     @property
     def newcomer(self) -> bool:
         """Whether it only wants a model."""
         return self.own.role == "newcomer"
 
-    @cached_property
-    def programs(self) -> dict[str, Program]:
-        """All that this client may be asked, by name."""
+    def _own_programs(self) -> dict[str, Program]:
         evaluation = Evaluation(self.own.evaluation, self.own.evaluation_noise)
         found = allowed(self.algorithm, self.config, self.model, self.newcomer, evaluation)
         if self.settings.preparation and not self.newcomer:
@@ -169,6 +177,11 @@ class Participant:
     def _in_large_batches(self, program: Program) -> Program:
         if program.batches is None:
             return program
+        if program.batches.size < self.own.min_batch:
+            raise Refusal(
+                f"computes on batches of at least {self.own.min_batch} samples (its own min-batch); "
+                f"{program.name} has {program.batches.size}. Set a larger batch-size, or have it set min-batch."
+            )
         return replace(program, batches=replace(program.batches, least=self.own.min_batch))
 
     def _is_enough(self, split: str) -> bool:
@@ -179,12 +192,6 @@ class Participant:
         """Who this is. Of the model no more than the method needs; of the data, in which splits it can be asked, and
         how many training samples it has, by which a participant weighs."""
         rows = self.federation.roster[self.name].rows
-        for program in self.programs.values():
-            if program.batches and program.batches.size < self.own.min_batch:
-                raise Refusal(
-                    f"computes on batches of at least {self.own.min_batch} samples (its own min-batch); "
-                    f"{program.name} has {program.batches.size}. Set a larger batch-size, or have it set min-batch."
-                )
         facts: dict[str, str | int] = {
             "client": self.name,
             "mark": self.store.mark(run),
@@ -206,10 +213,13 @@ class Participant:
         self._check_told(asked)
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
         name = str(asked["client"])
-        reply, after = node.answer(
+        reply, after, noised = node.answer(
             self._engine(name), name, program, asked["stage"], int(asked["ask"]), shared, mine, self._memory(run, start)
         )
         self._check_enough(program, reply)
+        if noised:
+            reply = _on(self.store.once(run, _question(program, asked, shared, mine), reply, self.own.max_answers),
+                        self.federation.device)  # fmt: skip
         if after is not None:
             kept = {start, *map(int, str(asked["kept_versions"]).split())}
             self.store.save(run, end, after, kept)
@@ -347,14 +357,71 @@ class Participant:
         return x, y
 
 
+def _question(program: Program, asked: Mapping[str, Any], shared: Tree, mine: Tree) -> bytes:
+    """All that an answer follows from besides the client's data: two asks with one question have one answer."""
+    facts = [program.name, str(asked.get("preparation", ""))]
+    if program.name not in OF_DATA_ALONE:
+        facts.append(str(asked["from_version"]))
+        if program.batches and program.batches.shuffle:  # else the moment decides nothing
+            facts += [str(asked["stage"]), str(asked["ask"])]
+    return b"\0".join([json.dumps(facts).encode(), encode(shared), encode(mine)])
+
+
 def own_options(node: NodeConfig) -> NodeOptions:
     """What the node decides for itself."""
     names = {field.name for field in fields(NodeOptions)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     try:
-        return build(NodeOptions, {name: value for name, value in given.items() if name in names})
+        found = build(NodeOptions, {name: value for name, value in given.items() if name in names})
     except ConfigError as error:
         raise Refusal(f"has a config of its own that cannot be: {error}") from error
+    if "evaluation_noise" in given and found.evaluation != "noised":
+        raise Refusal(f"wants evaluation-noise, and its evaluation is {found.evaluation}: set evaluation to noised.")
+    return found
+
+
+class Told(dict[str, Any]):
+    """A node's own config as the user's functions get it; it knows what they have read."""
+
+    def __init__(self, node: NodeConfig) -> None:
+        super().__init__(node)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As that of ``dict``."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read |= super().keys()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """As that of ``dict``."""
+        self.read |= super().keys()
+        return super().keys()
+
+    def items(self) -> Any:
+        """As that of ``dict``."""
+        self.read |= super().keys()
+        return super().items()
+
+    def check_all_read(self, config: Any) -> None:
+        """Refuse to take part with an option that nothing reads: who wrote it relies on it."""
+        known = {field.name.replace("_", "-") for kind in (NodeOptions, type(config)) for field in fields(kind)}
+        for name in sorted(super().keys() - self.read - set(USUAL)):
+            if name.replace("_", "-") not in known:
+                near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+                hint = f"; did you mean {near[0]!r}?" if near else ", nor has the method such an option."
+                raise Refusal(f"has {name!r} in its own config, which nothing reads{hint} Mend it, or leave it out.")
 
 
 def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
@@ -362,7 +429,8 @@ def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
     wanted = {name: getattr(own, name) for name in ("adapt_clip", "adapt_noise")}
     given = {name: value for name, value in wanted.items() if value is not None}
     if given and options.adapt == "none":
-        return options  # nothing is told that they would protect
+        names = " and ".join(name.replace("_", "-") for name in given)
+        raise Refusal(f"wants {names}, which this federation has no use for: it does not adapt. Leave it out.")
     try:
         return replace(options, **given)
     except ConfigError as error:
@@ -375,7 +443,10 @@ def own_config(config: Any, node: NodeConfig) -> Any:
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}
     own = with_implied(type(config), own)
-    made = build(type(config), own)
+    try:
+        made = build(type(config), own)
+    except ConfigError as error:
+        raise Refusal(f"has a config of its own that cannot be: {error}") from error
     changed = replace(config, **{name: getattr(made, name) for name in own})
     if changed.form != config.form:
         wanted, usual = (" and ".join(one.form) or "none" for one in (changed, config))

@@ -21,9 +21,8 @@ from flwr.app import RecordDict
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Program
 from fedloom.core.errors import RoundError
-from fedloom.core.task import Task
 from fedloom.core.trees import ClientId, PerClient, Tree, num_bytes
-from fedloom.deploy.bounds import too_far, weight_fault
+from fedloom.deploy.bounds import as_shares, count_fault, shares_fault, sums_fault, too_far, weight_fault, weights_of
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.engines.engine import AbstractEngine, Session
 from fedloom.engines.job import Dropped, Job, Outcome
@@ -49,14 +48,16 @@ class Rules(NamedTuple):
     """Share of the clients asked that must give a usable reply."""
     max_norm: float = 0.0
     """How many times the usual norm a reply may have; 0: no bound."""
+    max_weight: float = 0.0
+    """How many times the median number of samples a client may count for; 0: no bound."""
 
 
 class Flower(AbstractEngine):
     """Clients behind a network. A session's ``memory`` holds the number of each client's present memory.
 
-    ``weights`` are the clients' numbers of samples as they count, whatever replies claim. ``kept(client)`` are the
-    versions that checkpoints count on, which the client must not forget. ``waited()`` says how long each client's last
-    reply took.
+    ``samples`` are the participants' numbers of samples as they told them when they joined; ``weights`` are those
+    numbers as they count, whatever replies claim. ``kept(client)`` are the versions that checkpoints count on, which
+    the client must not forget. ``waited()`` says how long each client's last reply took.
     """
 
     name = "flower"
@@ -70,13 +71,13 @@ class Flower(AbstractEngine):
         run: str,
         exchange: Exchange,
         rules: Rules,
-        weights: Mapping[ClientId, int],
+        samples: Mapping[ClientId, int],
         kept: Callable[[ClientId], Iterable[int]],
         waited: Callable[[], Mapping[ClientId, float]] = dict,
     ) -> None:
         super().__init__(federation, algorithm, config, seed)
-        self.run, self.exchange, self.rules, self.weights, self.kept = run, exchange, rules, weights, kept
-        self.waited = waited
+        self.run, self.exchange, self.rules, self.kept, self.waited = run, exchange, rules, kept, waited
+        self.samples, self.weights = samples, weights_of(samples, rules.max_weight)
         self._newest = 0
         self.preparation = ""
         """How clients are to prepare raw samples, as JSON."""
@@ -159,18 +160,27 @@ class Flower(AbstractEngine):
                 raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
         expected = job.program.expects(job.shared, job.mine[client])
         reply: Tree = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
-        if job.program.name.startswith(EVALUATION):
-            _check_sums(reply, self.federation.task)
-        reply = self._weighed(client, reply)
+        reply = self._checked(job.program, client, reply)
         before = job.memories[client]
         after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
         return reply, after
 
-    def _weighed(self, client: ClientId, reply: Tree) -> Tree:
-        """The reply with the number of samples that counts for this client."""
-        fault = weight_fault(reply)
+    def _checked(self, program: Program, client: ClientId, reply: Tree) -> Tree:
+        """The reply with what counts of what it claims."""
+        if program.name.startswith(EVALUATION):
+            fault = sums_fault(reply, self.federation.task)
+        else:
+            adapted = self.algorithm.base is not None  # for which nodes may have noise of their own on what they tell
+            fault = weight_fault(reply) or count_fault(reply, self.samples.get(client), noised=adapted)
+            if adapted and "shares" in reply:
+                reply = {**reply, "shares": as_shares(reply["shares"])}
+            fault = fault or shares_fault(reply)
         if fault:
             raise Malformed(fault)
+        return self._weighed(client, reply)
+
+    def _weighed(self, client: ClientId, reply: Tree) -> Tree:
+        """The reply with the number of samples that counts for this client."""
         weight = self.weights.get(client)
         if "num_samples" not in reply or not weight:
             return reply
@@ -178,12 +188,3 @@ class Flower(AbstractEngine):
         if claimed != weight:
             self.note(f"client {client} says that it has {claimed} samples and counts as one with {weight}")
         return {**reply, "num_samples": torch.full_like(reply["num_samples"], weight)}
-
-
-def _check_sums(reply: Tree, task: Task) -> None:
-    """An evaluation's sums must be those of some samples."""
-    samples, metric = float(reply["samples"]), float(reply["metric"])
-    if not (samples >= 1 and samples.is_integer()):
-        raise Malformed(f"says that it tried {samples:g} samples")
-    if task.metric_name == "accuracy" and not 0 <= metric <= samples:
-        raise Malformed(f"says that {metric:g} of {samples:g} samples were right")

@@ -21,6 +21,7 @@ from flwr.serverapp import Grid
 from fedloom.core.trees import ClientId
 from fedloom.deploy.codec import Malformed, facts_of, pack
 from fedloom.deploy.options import NAME
+from fedloom.runs.records import NO_ANSWER
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Lobby:
                 self._answered(infos[self._hailed.pop(message)[0]], answer)
             late = [message for message, (_, last) in self._hailed.items() if time.monotonic() > last]
             for message in late:
-                self._answered(infos[self._hailed.pop(message)[0]], f"did not answer within {PATIENCE:g} seconds")
+                self._answered(infos[self._hailed.pop(message)[0]], f"{NO_ANSWER} within {PATIENCE:g} seconds")
             if first.isdisjoint(self._hailed) or time.monotonic() >= now + GRACE:
                 return
             time.sleep(POLL)
@@ -136,7 +137,7 @@ class Lobby:
         """The same for nodes: it ends when all have replied, or after ``timeout`` seconds with the replies of some."""
         waiting = self.push(kind, contents, timeout)
         found: dict[int, RecordDict | str] = dict.fromkeys(contents, "could not be reached")
-        found |= dict.fromkeys(waiting.values(), f"did not answer within {timeout:g} seconds")
+        found |= dict.fromkeys(waiting.values(), f"{NO_ANSWER} within {timeout:g} seconds")
         start, self._seconds = time.monotonic(), {}
         while waiting and time.monotonic() < start + timeout:
             for message, answer in self.pull(list(waiting)).items():

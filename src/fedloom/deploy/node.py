@@ -8,6 +8,8 @@ operating system.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fedloom.core.contract import Program
@@ -21,12 +23,16 @@ from fedloom.engines.sequential import Sequential, run_client
 def answer(
     engine: Sequential, client: ClientId, program: Program, stage: int | str, ask: int, shared: Tree, mine: Tree,
     memory: Tree | None,
-) -> tuple[Tree, Tree | None]:  # fmt: skip
-    """The reply to an ask, and the new memory, None if it did not change. Nothing that is not finite is kept."""
+) -> tuple[Tree, Tree | None, bool]:  # fmt: skip
+    """The reply to an ask, the new memory, None if it did not change, and whether there is noise on the reply.
+
+    Nothing that is not finite is kept.
+    """
     known = Memories({} if memory is None else {client: memory})
     session = engine.session(stage, known, secret_noise=True, asks=ask)
-    job = session.job(program, shared, PerClient.of({client: mine}))
+    drawn: list[int] = []
+    job = replace(session.job(program, shared, PerClient.of({client: mine})), drawn=drawn)
     reply, after = run_client(job, client, shared, mine)
     if not all(bool(torch.isfinite(leaf).all()) for _, leaf in leaves(after)):
         raise ClientFault(SPOILT)
-    return reply, None if after is job.memories[client] else after
+    return reply, None if after is job.memories[client] else after, bool(drawn)

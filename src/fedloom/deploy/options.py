@@ -103,6 +103,9 @@ class NodeOptions:
     evaluation_noise: float = option(
         1.0, "Of noised evaluations: the noise's deviation, in units of what one sample can change.", above=0
     )
+    max_answers: int = option(
+        10_000, "Answers with noise on them that it gives in all, kept count of in its folder; then it refuses.", low=1
+    )
     min_batch: int = option(8, "Fewest samples that anything it tells the server may be computed on.", low=1)
     adapt_clip: float | None = option(None, "Its own bound on what it tells for --adapt prior.", low=0)
     adapt_noise: float | None = option(None, "Its own noise on that, in units of the bound.", low=0)

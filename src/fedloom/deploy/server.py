@@ -19,13 +19,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedloom import algorithms
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Sent, Setup
 from fedloom.core.errors import ConfigError, DivergedError, FedloomError, NeedsError, RoundError, RunError
 from fedloom.core.task import Task
 from fedloom.core.tokens import Tokens
 from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.data.preparation import Preparation
-from fedloom.deploy.bounds import sums_of, weights_of
+from fedloom.deploy.bounds import believed, sums_of
 from fedloom.deploy.codec import pack, refusal
 from fedloom.deploy.engine import VERSION, Flower, Rules
 from fedloom.deploy.keys import clients_by_key
@@ -33,6 +33,7 @@ from fedloom.deploy.lobby import Greeting, Lobby
 from fedloom.deploy.options import Settings, read
 from fedloom.deploy.roster import check_model, federation_of, grown, in_order, roster_of
 from fedloom.engines.memories import Memories
+from fedloom.programs.evaluation import EVALUATION, Score
 from fedloom.programs.preparing import preparing
 from fedloom.progress import Display, display
 from fedloom.runs.directory import CONFIG, RunDirectory
@@ -329,11 +330,11 @@ class Deployment(Trainer):
     def _engine(self, federation: Federation) -> Flower:
         """The way to these clients."""
         method, options, config, deploy = self.settings
-        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm)
+        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm, deploy.max_weight)
         told = {one.client: one.samples for one in self.greetings if one.role == "participant"}
         return Flower(
             federation, algorithm_of(method, options), config, options.seed, self.lobby.run, self.lobby.exchange, rules,
-            weights_of(told, deploy.max_weight), self._kept_versions, lambda: self.lobby.waited,
+            told, self._kept_versions, lambda: self.lobby.waited,
         )  # fmt: skip
 
     @property
@@ -379,6 +380,24 @@ class Deployment(Trainer):
             refused, self.lobby.refused = self.lobby.refused, []
             more = {"repeated": failures, "refused": refused}
             return {**record, **{name: texts for name, texts in more.items() if texts}}
+
+    def evaluate(
+        self, split: str, clients: Sequence[ClientId] | None = None, *, plain: bool = False
+    ) -> dict[ClientId, Score]:
+        """As ``Trainer.evaluate``, of what clients say as much as counts."""
+        return self._believed(split, super().evaluate(split, clients, plain=plain))
+
+    def _tried(
+        self, algorithm: Algorithm, sent: Sent, split: str, ask: Ask, name: str = EVALUATION
+    ) -> dict[ClientId, Score]:
+        return self._believed(split, super()._tried(algorithm, sent, split, ask, name))
+
+    def _believed(self, split: str, scores: Mapping[ClientId, Score]) -> dict[ClientId, Score]:
+        deploy = self.deploy
+        found, notes = believed(scores, self.server.setup.task, deploy.max_norm, deploy.max_weight)
+        for text in notes:
+            self.engine.note(f"On {split} data {text}: it is far above the median")
+        return found
 
     def settle(self) -> None:
         """As ``Trainer.settle``. Where nobody answers, the state stays as it was, and the run goes on."""

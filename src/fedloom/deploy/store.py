@@ -5,6 +5,8 @@
       secret                       made at the first start; without keys, who has it is this client
       name                         the client's name, where none is given
       client                       whose folder this is: the first client that used it
+      RUN/answers/DIGEST           an answer with noise on it, by what was asked; one such file for each of the last
+      answers                      how many of these it has given in all its runs
       RUN/memory-12.safetensors    what the client remembers, by the number that the server gave it
       RUN/model/                   the model it was given in the end
 
@@ -24,6 +26,9 @@ from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
 from fedloom.runs.files import TEMPORARY, write_file, writing
+
+KEPT = 100
+"""Answers of a run that are kept, to be given again to whoever asks the same."""
 
 _RUN = re.compile(r"[\w-]{1,64}")
 _MEMORY = re.compile(rf"(?:{re.escape(TEMPORARY)})?memory-(\d+)\.safetensors")
@@ -101,6 +106,26 @@ class Store:
             found = _MEMORY.fullmatch(file.name)
             if found and int(found[1]) < version and int(found[1]) not in keep:
                 file.unlink(missing_ok=True)
+
+    def once(self, run: str, question: bytes, answer: Tree, most: int) -> Tree:
+        """The answer that was given to that question before; else this one, which counts as one of ``most``.
+
+        Noise that is drawn anew whenever somebody asks can be averaged away.
+        """
+        folder, count = self.of_run(run) / "answers", self.folder / "answers"
+        file = folder / f"{hashlib.sha256(question).hexdigest()}.safetensors"
+        if file.is_file():
+            return decode(file.read_bytes())
+        given = int(count.read_text()) if count.is_file() else 0
+        if given >= most:
+            raise Refusal(f"has given {given} answers with noise on them, as many as its own max-answers allows.")
+        folder.mkdir(exist_ok=True, parents=True, mode=0o700)
+        write_file(count, str(given + 1).encode())  # before anything is told
+        write_file(file, encode(answer))
+        kept = sorted(folder.glob("*.safetensors"), key=lambda one: one.stat().st_mtime_ns)
+        for old in kept[:-KEPT]:
+            old.unlink(missing_ok=True)
+        return answer
 
     def _file(self, run: str, version: int) -> Path:
         return self.of_run(run) / f"memory-{version}.safetensors"

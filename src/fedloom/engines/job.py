@@ -43,6 +43,8 @@ class Job:
     rounds_left: int = 0
     secret_noise: bool = False
     """Noise for privacy comes from the operating system, not from the seed, which others may know."""
+    drawn: list[int] | None = None
+    """Gets the size of each draw of such noise, if there is one."""
 
     @property
     def spec(self) -> Hashable:
@@ -56,7 +58,7 @@ class Job:
     def home(self, client: ClientId, num_samples: Tensor, key: Tensor) -> Home:
         """The surroundings of a client; under ``vmap`` the two tensors stand for those of the whole group."""
         federation = self.federation
-        drawn = Fresh(federation.device) if self.secret_noise else key
+        drawn = Fresh(federation.device, self.drawn) if self.secret_noise else key
         model = federation.roster[client].model
         return Home(model, federation.task, self.config, num_samples, drawn, self.program.guest)
 

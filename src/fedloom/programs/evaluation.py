@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Model, Program, Sent
 from fedloom.core.random import fold, normal
-from fedloom.core.task import labelled
+from fedloom.core.task import Task, labelled
 from fedloom.core.trees import ClientId, Tree
 
 EVALUATION, PLAIN, GLOBAL, MIXED = "evaluate", "evaluate_plain", "evaluate_global", "evaluate_mixed"
@@ -69,8 +69,12 @@ def evaluate(
                 if samples < 1:  # no sum of anything
                     continue
                 scores[client] = Score(loss / samples, metric / samples, round(samples))
-    worst = 0.0 if higher_is_better else DIVERGED
-    return {client: scores.get(client, Score(DIVERGED, worst, 1)) for client in clients}
+    return {client: scores.get(client, worst(higher_is_better=higher_is_better)) for client in clients}
+
+
+def worst(*, higher_is_better: bool) -> Score:
+    """The score of a client that gave no usable reply."""
+    return Score(DIVERGED, 0.0 if higher_is_better else DIVERGED, 1)
 
 
 def with_network(algorithm: Algorithm, network: Model) -> Algorithm:
@@ -106,24 +110,28 @@ def noised(program: Program, noise: float) -> Program:
 def _bounded_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: Batch) -> _Sums:
     task = home.task
 
-    def bounded(measure: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda outputs, y: measure(outputs, y).nan_to_num(BOUND, BOUND, 0).clamp(0, BOUND)
+    def bounded(measure: Callable[[Tensor, Tensor], Tensor], most: float) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda outputs, y: measure(outputs, y).nan_to_num(most, most, 0).clamp(0, most)
 
-    # a sample counts once, however many tokens it has
-    held = replace(home, task=replace(task, loss=bounded(task.loss), metric=bounded(task.metric), per_token=False))
+    loss, metric = bounded(task.loss, BOUND), bounded(task.metric, _most(task))
+    held = replace(home, task=replace(task, loss=loss, metric=metric, per_token=False))  # a sample counts once
     return _step(algorithm, held, shared, carry, batch)
 
 
+def _most(task: Task) -> float:
+    """What a sample can change of the sum of the metric."""
+    return 1.0 if task.metric_is_share else BOUND
+
+
 def _noised_final(noise: float, home: Home, shared: Tree, carry: _Sums, memory: Tree) -> tuple[Tree, Tree]:
-    most = 1.0 if home.task.class_scores else BOUND
-    spread = {"loss": noise * BOUND, "metric": noise * most, "samples": noise}
+    spread = {"loss": noise * BOUND, "metric": noise * _most(home.task), "samples": noise}
     found = {
         name: getattr(carry, name) + deviation * normal(fold(home.key, i), (), carry.loss.dtype)
         for i, (name, deviation) in enumerate(spread.items())
     }
     samples = found["samples"].round().clamp(min=1)
     metric = found["metric"].clamp(min=0)
-    metric = torch.minimum(metric, samples) if home.task.class_scores else metric
+    metric = torch.minimum(metric, samples) if home.task.metric_is_share else metric
     return {"loss": found["loss"].clamp(min=0), "metric": metric, "samples": samples}, memory
 
 

@@ -16,6 +16,7 @@ from fedloom.reports.follow import Follower
 from fedloom.reports.one import measure
 from fedloom.reports.page import Block, Page, Section, chart_block, table_block
 from fedloom.reports.single import duration
+from fedloom.runs.records import NO_ANSWER
 
 STALLED = 5.0
 """A round that takes so many times the usual one has stalled, after ``PATIENT`` seconds at least."""
@@ -151,7 +152,7 @@ def _who(facts: Facts) -> list[Block]:
 
 
 def _came_of(reason: str) -> str:
-    return "answered" if not reason else "late" if "did not answer" in reason else "dropped"
+    return "answered" if not reason else "late" if NO_ANSWER in reason else "dropped"
 
 
 def _curves(runs: Sequence[Facts]) -> Chart | None:

@@ -47,10 +47,16 @@ def as_markdown(table: Cells) -> str:
 
 
 def as_csv(table: Cells) -> str:
-    """Commas and quotes."""
+    """Commas and quotes, and no formula for a spreadsheet."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    rows = [[_no_formula(cell) for cell in row] for row in (table.columns, *table.rows)]
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Names come from others; a number with a sign is no formula."""
+    return f"'{text}" if re.match(r"[=+\-@\t\r]", text) and not re.fullmatch(r"[-+\d.,e±%() ]+", text) else text
 
 
 def _is_number(table: Cells, column: int) -> bool:

@@ -14,6 +14,9 @@ import numpy as np
 PANEL = 10_000
 """Clients whose numbers are written down, evenly from the roster; quantiles are of all."""
 
+NO_ANSWER = "did not answer"
+"""How the reason begins why a client that is late was dropped."""
+
 FEW = 1_000
 """The same for embeddings and label shares, of which each client has many numbers."""
 

@@ -193,7 +193,8 @@ class Trainer:
     def cohort(self, number: int) -> tuple[ClientId, ...]:
         """Who is asked in the round of that number."""
         options, present = self.server.options, self.present
-        draw = secret_stream() if self.secret else stream(options.seed, number, "cohort")
+        hidden = self.secret and options.dp_noise  # else a server that goes on would ask others than it had asked
+        draw = secret_stream() if hidden else stream(options.seed, number, "cohort")
         if options.sampling == "poisson":
             return tuple(
                 c for c, drawn in zip(present, draw.random(len(present)) * len(present)) if drawn < options.cohort
