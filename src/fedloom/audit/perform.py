@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedloom.api import Run
-from fedloom.audit import labels, membership
+from fedloom.audit import canary, labels, membership
 from fedloom.audit.finding import Finding
 from fedloom.core.errors import unknown
 from fedloom.runs.records import AUDIT
 from fedloom.training.simulation import Simulation
 
-ATTACKS: dict[str, Callable[[Simulation], Finding]] = {"labels": labels.attack, "membership": membership.attack}
+ATTACKS: dict[str, Callable[[Simulation], Finding]] = {
+    "labels": labels.attack,
+    "membership": membership.attack,
+    "canary": canary.attack,
+}
 
 
 def audit(run: Run, attack: str) -> Finding:

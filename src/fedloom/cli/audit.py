@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 def audit(
     run: RunPath,
-    attack: Annotated[str, typer.Option(metavar="labels", help="What the attacker is after: clients' label shares.")],
+    attack: Annotated[
+        str,
+        typer.Option(
+            metavar="labels|membership|canary",
+            help="After clients' label shares; after who was trained on; after clients planted despite --dp-noise.",
+        ),
+    ],
     which: Which = None,
     force: Force = False,
     trust: Trust = False,
