@@ -47,6 +47,15 @@ def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyP
     assert code.count("alpha = -0.05, out = ") == 10  # each parameter is stepped on in place
 
 
+def test_steps_of_dense_networks_call_operators_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(traced, "TRACE_AFTER", 0)
+    engine = play(algorithms.get("fedavg"), small_federation(("mlp:hidden=5",)), "parallel_vectorised").engine
+    code = next(iter(engine.inner._traces._forms.kept.values())).__self__.code
+    # of the loss and of a rectifier's gradient: all others, several dozen, are cheaper by their public names
+    assert code.count("torch.ops.") <= 5 < 40 < code.count("torch.")
+
+
 @pytest.mark.parametrize(
     "step",
     [
