@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,9 @@ class Config(pfedhn.LoomConfig):
     encoder_steps: int = option(0, "Encoder steps a round; 0: as many as local, or 1 if standardised (ours).", low=0)
     descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
     descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
+
+    NEWCOMERS_EPSILON: ClassVar = "descriptor_epsilon"
+    """The option that a newcomer may make smaller for itself, e.g. by ``fedloom join --epsilon``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedloom import algorithms
 from fedloom.api import Admission, checked_for
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.data.samples import samples_from
@@ -164,7 +165,8 @@ class Service:
         with usable(self.remote.url):
             config = dict(card["config"])
             if self._epsilon is not None:
-                config["descriptor_epsilon"] = self._smaller(config.get("descriptor_epsilon") or 0.0, self._epsilon)
+                name = getattr(algorithms.get(str(card["method"])).config, "NEWCOMERS_EPSILON", "")
+                config[name] = self._smaller(config.get(name) or 0.0, self._epsilon)
             self.frame = Frame({**card, "config": config}, self.remote.url, trust=self._trust)
             self._sizes = {name: int(one["bytes"]) for name, one in card["parts"].items()}
         for size in self._sizes.values():
