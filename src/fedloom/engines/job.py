@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ask as an engine gets it: who runs which program on what, and where its random numbers come from."""
+"""One ask as an engine gets it: who runs which program on what, and where its random numbers come from.
+
+A session makes a job of an ask. A local engine divides it into jobs of one architecture and one shape of memory, and
+perhaps those into parts (``Job.of``); the outcomes of all of them go back to the session, which decides what is
+accepted. Nothing is written into a job. Dividing it changes no random number, because streams are named by client.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +40,11 @@ class Job:
     program: Program
     clients: tuple[ClientId, ...]
     shared: Tree
+    """The same for all: its leaves have no dimension for clients."""
     mine: PerClient
+    """What is sent to each client alone; may hold more clients than the job has, after ``of``."""
     memories: Mapping[ClientId, Tree]
+    """What each client remembers; likewise."""
     federation: Federation
     config: Any
     moment: Moment

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients remember, in a form whose copies cost the same for any number of clients."""
+"""What clients remember, in a form whose copies cost the same for any number of clients.
+
+Each session works on a copy, so that a round that fails or an evaluation leaves the run's memory as it was. With a
+million clients a dict of them must not be copied for that each time: what has settled is shared between copies, and
+only what changed of late is copied.
+"""
 
 from __future__ import annotations
 

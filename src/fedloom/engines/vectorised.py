@@ -3,6 +3,12 @@
 
 Clients are ordered by their number of steps, and those that are done leave the stack, so that a step costs what the
 clients still at work cost and none is masked away. Batches that are not full are padded, and a mask says so.
+
+A group on its way: each client's schedule is padded into a plan of rows (steps, clients, size). ``init`` makes the
+carry, a tree whose leaves have the clients first: parameters, momentum, whatever the program wants. In each step the
+samples are gathered by row into x and y (clients, size, ...), with a mask (clients, size), and the step takes the carry
+to the next one. ``final`` makes of the last carry the replies and the memories, stacked alike. ``facts`` are what a
+program may know of a client besides: its number of samples and its key, (clients,) each.
 """
 
 from __future__ import annotations
@@ -67,6 +73,7 @@ class Vectorised(AbstractLocalEngine):
     def run_group(self, job: Job) -> Outcome:
         """As ``AbstractLocalEngine.run_group``."""
         program = job.program
+        # by name, not by place: the order of the stack is another one than that of the job
         schedules = {client: job.schedule(client) for client in job.clients}
         clients = sorted(job.clients, key=lambda client: -len(schedules[client].rows))
         plan = PaddedSchedule.of([schedules[client] for client in clients])
