@@ -73,7 +73,7 @@ def test_the_corrected_model_is_trained_with_the_correction_in_its_loss() -> Non
     client = federation.roster["2"]
     sent = FEDAVG.send(played.setup, FEDAVG.state(**played.state.base), ["2"])
     session = played.session("settling")
-    session._asks = next(n for n, (p, _) in enumerate(heard, 1) if p.name == "tune") - 1
+    session.asks = next(n for n, (p, _) in enumerate(heard, 1) if p.name == "tune") - 1
     prior_sent = TUNED.send(played.setup, played.state, ["2"])
     job = session.job(program, *prior_sent)
     deployed = TUNED.client_deploy(played.home("2"), *prior_sent[:1], prior_sent.mine["2"], played.recall("2"))
@@ -100,7 +100,7 @@ def test_the_corrected_model_is_trained_with_the_correction_in_its_loss() -> Non
 
 def played_batches(session, program, sent, client):
     """The rows of the batches that a client has in the next ask of the session."""
-    session._asks += 1
+    session.asks += 1
     return session.job(program, sent.shared, sent.mine).schedule(client).rows
 
 
