@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fedloom import algorithms
 from fedloom.adaptation.report import Report, report
 from fedloom.clients.federation import SPLITS
-from fedloom.core.contract import predict_with_target
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.core.task import MULTILABEL
 from fedloom.core.trees import ClientId, Tree
@@ -25,7 +24,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.labels import UNKNOWN
 from fedloom.data.registry import load as load_data
 from fedloom.data.samples import as_arrays, checked_labels, labels_among, prepared_samples
-from fedloom.models.load import with_preparation
+from fedloom.models.load import is_one_network, with_preparation
 from fedloom.models.spec import ModelSpec
 from fedloom.progress import Display, display
 from fedloom.reports.facts import facts_of
@@ -518,7 +517,7 @@ def _checked(split: str) -> str:
 
 
 def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: str, format: str) -> Path:
-    if server.base.predict is not predict_with_target and format == SAFETENSORS:
+    if not is_one_network(module) and format == SAFETENSORS:
         raise NeedsError(
             f"{server.algorithm.name} deploys more than one network, which no network alone can load; give --format "
             "onnx or pt2 (from Python, format=), or use model or predict."

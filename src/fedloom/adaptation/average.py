@@ -80,13 +80,18 @@ def _round(
 ) -> tuple[State, Diagnostics]:
     after, diagnostics = algorithm.round(setup, algorithm.state(**state.last), cohort, ask)
     last, rounds = after._asdict(), state.rounds + 1
-    keep = ((1 + rounds) / (10 + rounds)).clamp(max=decay)
+    keep = kept_of_past(rounds, decay)
 
     def moved(mean: Tensor, new: Tensor) -> Tensor:  # counters are whole numbers, and go along
         return torch.lerp(new, mean, keep.to(new.dtype)) if new.is_floating_point() else new
 
     mean = {name: tree_map(moved, state.mean[name], last[name]) for name in algorithm.averaged}
     return State(last, mean, rounds), diagnostics
+
+
+def kept_of_past(rounds: Tensor, decay: float) -> Tensor:
+    """What the past counts in the mean after so many rounds: from 2/11 up to ``decay``."""
+    return ((1 + rounds) / (10 + rounds)).clamp(max=decay)
 
 
 def _send(algorithm: Algorithm, setup: Setup[Any], state: State, clients: Sequence[ClientId]) -> Sent:

@@ -52,12 +52,12 @@ FEW = 32.0
 
 def with_tuning(algorithm: Algorithm, privacy: Privacy = OPEN) -> Algorithm:
     """``algorithm`` corrected by each client's label shares, then tuned by it."""
+    prior = with_prior(algorithm, privacy)
     if algorithm.predict is not predict_with_target:
         raise NeedsError(
             f"{algorithm.name} predicts with more than the client's target network, which is what --adapt tune trains "
             "further. Use --adapt prior."
         )
-    prior = with_prior(algorithm, privacy)
     return replace(
         prior,
         name=f"{algorithm.name} + tune",

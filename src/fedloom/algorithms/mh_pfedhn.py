@@ -209,7 +209,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
     return {"params": {name: params[name] for name in home.model.shapes}, "buffers": memory["buffers"]}
 
 
-def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
+def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Woven:
     """Sec. 4.4: a newcomer gets vectors of its own, the loom frozen; a number of vectors that is new, also a head."""
     loom, config, places = setup.config.loom(), setup.config, places_of(setup, newcomers.clients)
     check_told(config.keep_local, [setup.models[client] for client in places])  # a newcomer's network can be new

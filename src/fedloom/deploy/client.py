@@ -25,10 +25,9 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fedloom import algorithms
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build, with_implied
-from fedloom.core.contract import Home, Program, predict_with_target
+from fedloom.core.contract import Home, Program
 from fedloom.core.errors import ConfigError, DataError
 from fedloom.core.trees import Tree, leaves
 from fedloom.core.wire import encode
@@ -42,6 +41,7 @@ from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import ClientFault
 from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
+from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.programs.allowed import Evaluation, allowed
@@ -135,7 +135,7 @@ class Participant:
         if options.threads:
             torch.set_num_threads(options.threads)
         self.config = own_config(settings.config, about)
-        self.plain, self.algorithm = algorithms.get(settings.method), algorithm_of(settings.method, options)
+        self.algorithm = algorithm_of(settings.method, options)
         self.store = Store(Path(self.own.folder or Path.home() / ".fedloom" / "node"))
         self.name = self.own.client or self.store.name
         self.store.claim(self.name)
@@ -263,8 +263,8 @@ class Participant:
         home = Home(self.model, self.task, self.config, samples, torch.zeros((), dtype=torch.int64))
         deployed = self.algorithm.client_deploy(home, shared, mine, memory)
         folder = self.store.of_run(run) / "model"
-        if self.plain.predict is predict_with_target:
-            module = self.algorithm.module(home, deployed)
+        module = self.algorithm.module(home, deployed)
+        if is_one_network(module):
             names = self.settings.deploy.class_names
             spec, method = self.model.spec, self.algorithm.name
             export(folder, name, module, spec, method, classes=names, preparation=self.preparation)

@@ -105,6 +105,11 @@ class PredictorModule(nn.Module):
         return self._predict(self._home, {"buffers": {}, **unflatten(flat)}, x)
 
 
+def is_one_network(module: nn.Module) -> bool:
+    """Whether a client's predictor is its network, perhaps with its scores on a line, and nothing else."""
+    return not any(isinstance(part, PredictorModule) for part in module.modules())
+
+
 Build = Callable[[], nn.Module]
 """Gives a new network of a client's architecture."""
 

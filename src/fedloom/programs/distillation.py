@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,6 +34,15 @@ def teacher_in(home: Home, memory: Tree) -> dict[str, Any]:
         return {}
     guest = guest_of(home)
     return {"params": from_vector(memory["teacher"], guest.shapes), "buffers": statistics_of(guest, memory)}
+
+
+def log_shares(counts: Tensor, num_samples: Tensor) -> Tensor:
+    """(classes,) the logarithms of a client's class shares, by how often it has met each label.
+
+    One sample more is spread over all classes, so that those it has not are improbable, and not impossible.
+    """
+    known = counts * (num_samples / counts.sum().clamp(min=1)).to(counts.dtype)
+    return torch.log((known + 1 / len(counts)) / (known.sum() + 1))
 
 
 def distilled(task: Task, answers: Tensor, weight: float, temperature: float) -> Task:

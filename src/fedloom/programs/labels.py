@@ -52,9 +52,14 @@ def _init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:
 
 
 def _step(home: Home, shared: Tree, carry: Tensor, batch: Batch) -> Tensor:
-    classes = torch.arange(carry.shape[0], device=carry.device)
+    return add_labels(carry, batch)
+
+
+def add_labels(counts: Tensor, batch: Batch) -> Tensor:
+    """(classes,) ``counts`` with the labels of a batch."""
+    classes = torch.arange(counts.shape[0], device=counts.device)
     real = batch.mask.reshape(-1, *[1] * batch.y.dim())  # of tokens each has a label
-    return carry + ((batch.y[..., None] == classes) & real).flatten(0, -2).sum(0)
+    return counts + ((batch.y[..., None] == classes) & real).flatten(0, -2).sum(0)
 
 
 def _final(noise: float, home: Home, shared: Tree, carry: Tensor, memory: Tree) -> tuple[Tree, Tree]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.contract import predict_with_target
 from fedloom.core.errors import ConfigError, DataError, NeedsError
 from fedloom.core.trees import ClientId, flatten
-from fedloom.serving.bundle import Bundle
+from fedloom.models.load import is_one_network
+from fedloom.serving.bundle import Bundle, Given
 from fedloom.serving.tensors import header_of, read_tensors, write_tensors
 
 HEADER = 1 << 14
@@ -35,6 +35,7 @@ class Weaver:
         frame = bundle.frame
         self.architectures: dict[str, int] = {}
         """The networks that models can be had for, with their numbers of parameters."""
+        self._plain: dict[str, bool] = {}
         handover = frame.algorithm.handover
         self._loom: Any = None
         if frame.joins and handover.vector and handover.structure:
@@ -71,7 +72,7 @@ class Weaver:
     def participant(self, client: ClientId) -> bytes:
         """A participant's model, as far as it lies here; its metadata say what the client brings."""
         given, frame = self.bundle.given(client), self.bundle.frame
-        plain = given.complete and (frame.algorithm.base or frame.algorithm).predict is predict_with_target
+        plain = self._is_plain(given)
         tree = given.sent
         tensors = {**tree["params"], **tree["buffers"]} if plain else flatten(tree)
         tensors = {name: value for name, value in tensors.items() if not name.endswith("/")}  # of an empty branch
@@ -87,6 +88,14 @@ class Weaver:
             **({"classes": json.dumps(frame.roster.class_names)} if frame.roster.class_names else {}),
         }
         return write_tensors(tensors, metadata)
+
+    def _is_plain(self, given: Given) -> bool:
+        """Whether what a participant is given is its network and nothing else: the same for all with that network."""
+        name = str(given.model.spec)
+        if name not in self._plain:
+            home, algorithm = self.bundle.frame.home(given.model), self.bundle.frame.algorithm
+            self._plain[name] = given.complete and is_one_network(algorithm.module(home, given.sent))
+        return self._plain[name]
 
     def weave(self, body: bytes, architecture: str) -> list[bytes | memoryview]:
         """The model of the vector in ``body``: ``vector`` (size,); or of several, (models, size), in one file."""

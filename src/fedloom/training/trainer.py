@@ -26,6 +26,7 @@ from fedloom.engines.job import Dropped
 from fedloom.engines.memories import Memories
 from fedloom.metrics.handed_on import evaluate_handed_on
 from fedloom.metrics.summary import Group, summarise
+from fedloom.models.load import is_one_network
 from fedloom.privacy.client_level import noise_on_replies
 from fedloom.programs.evaluation import EVALUATION, GLOBAL, MIXED, PLAIN, Score, evaluate, with_network
 from fedloom.runs.records import FEW, panel, short
@@ -370,7 +371,8 @@ class Trainer:
         server = self.server
         models = {server.setup.models[client].spec: server.setup.models[client] for client in clients}
         (first, *others) = models.values()
-        if others or len(first.head) == len(first.shapes) or server.base.predict is not predict_with_target:
+        whole = server.memories_here and not is_one_network(server.module(clients[0]))
+        if others or len(first.head) == len(first.shapes) or whole:
             raise NeedsError(
                 "Output layers and bodies can be exchanged where all clients have one network, with a body, and deploy "
                 f"nothing else; this run of {server.algorithm.name} has {', '.join(map(str, models))}. "
