@@ -14,15 +14,20 @@ from torch import Tensor
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, global_model
-from fedloom.core.contract import Cohort, Program
+from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, answers_of, global_model
+from fedloom.core.contract import Cohort, Home, Program
+from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import PerClient, Tree, flatten
 from fedloom.core.vectors import to_vector
+from fedloom.core.wire import decode, encode
+from fedloom.engines.memories import Memories
 from fedloom.looms.places import deploying, global_network, global_place
+from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.programs.distillation import distilled
+from fedloom.programs.distillation import distilled, log_shares
+from fedloom.programs.evaluation import evaluate
 from tiny import Ears, lines
 
 TWO = ("lenet:kernels=2", "mlp:hidden=5")
@@ -330,3 +335,176 @@ def test_a_newcomer_smaller_than_all_is_admitted_with_a_head_of_its_own() -> Non
     played = play(ALGORITHM, federation, rounds=1, admit_rounds=2, **SMALL)
     sent = ALGORITHM.admit(played.setup, played.state, Cohort(1, ("new",)), played.session("admission").ask)
     assert sent.mine["new"]["vector"].shape == (43,)
+
+
+CORRECTED: dict[str, Any] = {**SMALL, "teacher": "corrected", "distil_weight": 0.3, "temperature": 2.0}
+MIXED: dict[str, Any] = {**CORRECTED, "deploy": "mixture", "global_model": "mlp:hidden=5"}
+
+
+def test_the_corrected_answers_and_the_mixture_on_paper() -> None:
+    """Labels met in two passes over four samples: 6 and 2, so 3 and 1; with half a sample more of each .7 and .3.
+
+    A teacher that says 1/2 each says so too then. The client's own model says 3/4 and 1/4: on the mean .725 and .275.
+    """
+    offset = log_shares(torch.tensor([6.0, 2.0]), torch.tensor(4.0))
+    torch.testing.assert_close(offset.exp(), torch.tensor([0.7, 0.3]))
+    network = Model(parse("mlp:hidden=5", (2,), 2))
+    silent = {name: torch.zeros_like(value) for name, value in network.init(0).items()}
+    x = torch.ones(1, 2)
+    teacher = {"params": silent, "offset": offset}
+    torch.testing.assert_close(answers_of(network, teacher, x).softmax(1), torch.tensor([[0.7, 0.3]]))
+    bias = next(name for name in network.head if name.endswith("bias"))
+    own = {**silent, bias: torch.tensor([math.log(3), 0.0])}
+    config = Config(teacher="corrected", deploy="mixture", global_model="mlp:hidden=5")
+    home = Home(network, CLASSIFICATION, config, torch.tensor(4.0), torch.zeros((), dtype=torch.int64))
+    outputs = ALGORITHM.predict(home, {"params": own, "buffers": {}, "global": teacher}, x)
+    torch.testing.assert_close(outputs.exp(), torch.tensor([[0.725, 0.275]]))
+
+
+def test_classes_that_a_client_has_not_are_improbable_and_not_impossible() -> None:
+    shares = log_shares(torch.tensor([8.0, 0.0]), torch.tensor(4.0)).exp()
+    torch.testing.assert_close(shares, torch.tensor([4.5 / 5, 0.5 / 5]))
+    torch.testing.assert_close(log_shares(torch.zeros(4), torch.tensor(9.0)).exp(), torch.full((4,), 0.25))
+
+
+def test_with_uniform_shares_and_no_average_the_corrected_teacher_is_the_plain_one() -> None:
+    federation = small_federation(TWO, sizes=(6, 9, 3))
+    for client in federation.roster.values():
+        rows = client.rows["train"]
+        federation.y[rows] = torch.arange(len(rows)) % 3
+    plain, same, other = (
+        play(ALGORITHM, federation, rounds=3, **{**CORRECTED, **given}).state.pieces
+        for given in ({"teacher": "plain"}, {"teacher_average": 0.0}, {"teacher_average": 0.9})
+    )
+    one, two, three = flatten(plain), flatten(same), flatten(other)
+    assert all(torch.allclose(value, two[path], rtol=0, atol=1e-9) for path, value in one.items())
+    assert not all(torch.allclose(value, three[path], rtol=0, atol=1e-9) for path, value in one.items())
+
+
+def test_the_teacher_is_the_mean_of_the_global_model_over_rounds() -> None:
+    """The past counts 2/11 after the first round, 3/12 after the second; the clients have it and their labels."""
+    federation, watch = small_federation(TWO), Watch()
+    config = {**CORRECTED, "server_step": "cohort_mean"}
+    states = [play(ALGORITHM, federation, rounds=rounds, **config) for rounds in range(3)]
+    now = [to_vector(global_model(played.setup, played.state)[1]) for played in states]
+    mean = 2 / 11 * now[0] + 9 / 11 * now[1]
+    torch.testing.assert_close(states[1].state.mean["vector"], mean, rtol=0, atol=1e-12)
+    mean = mean / 4 + 0.75 * now[2]
+    torch.testing.assert_close(states[2].state.mean["vector"], mean, rtol=0, atol=1e-12)
+    play(ALGORITHM, federation, wrap=watch, **config)
+    assert [set(shared) for shared in watch.shared] == [{"vector", "teacher"}, set()] * 2
+    assert torch.equal(watch.shared[2]["teacher"], states[1].state.mean["vector"])
+    for client in federation.participants:
+        remembered = watch.memory[2][client]
+        assert torch.equal(remembered["teacher"], watch.shared[2]["teacher"])
+        labels = federation.y[federation.roster[client].rows["train"]].bincount(minlength=3)
+        assert torch.equal(remembered["label_counts"], 4.0 * labels)  # two rounds of two passes
+
+
+def test_personal_training_learns_from_the_corrected_answers() -> None:
+    federation, watch = small_federation(TWO, sizes=(9, 8)), Watch()
+    config = {**CORRECTED, "distil_weight": 1.0, "temperature": 1.0, "server_step": "per_client"}
+    played = play(ALGORITHM, federation, rounds=1, wrap=watch, local_epochs=1, batch_size=99, clip=0.0, **config)
+    _, params = global_model(played.setup, ALGORITHM.init(played.setup))
+    own, teacher = federation.roster["0"], federation.roster["1"].model
+    x, y = federation.x[own.rows["train"]], federation.y[own.rows["train"]]
+    shares = (y.bincount(minlength=3).double() + 1 / 3) / 10
+    taught = (teacher(params, {}, x) + shares.log()).softmax(1)
+    start = watch.mine[1]["0"]["vector"].clone().requires_grad_()
+    shaped = dict(zip(own.model.shapes, start.split([v.numel() for v in own.model.init(0).values()])))
+    outputs = own.model({n: v.reshape(own.model.shapes[n]) for n, v in shaped.items()}, {}, x)
+    F.kl_div(outputs.log_softmax(1), taught, reduction="batchmean").backward()
+    assert start.grad is not None
+    step = -0.05 * (start.grad + 1e-4 * start.detach())
+    torch.testing.assert_close(watch.replies[1]["0"]["delta"], step, rtol=0, atol=1e-12)
+
+
+def test_as_the_paper_has_it_nothing_is_averaged_counted_or_sent_besides() -> None:
+    federation, watch = small_federation(TWO), Watch()
+    played = play(ALGORITHM, federation, wrap=watch, **SMALL)
+    assert played.state.mean == {} and set(watch.shared[0]) == {"vector"}
+    assert not any("label_counts" in tree for memory in watch.memory for tree in memory.values())
+    sent = ALGORITHM.send(played.setup, played.state, ["0"])
+    assert sent.shared == {} and set(sent.mine["0"]) == {"vector"}
+    assert set(played.deployed("0")) == {"params", "buffers"}
+    home, x = played.home("0"), federation.x[:2]
+    module = ALGORITHM.module(home, played.deployed("0"))
+    assert is_one_network(module) and torch.equal(module(x), ALGORITHM.predict(home, played.deployed("0"), x))
+
+
+@pytest.mark.parametrize("config", [CORRECTED, MIXED], ids=["corrected", "mixture"])
+def test_the_options_are_alike_on_every_engine_and_over_a_stop(config: dict[str, Any]) -> None:
+    federation = small_federation(TWO, unseen=1)
+    cohorts = [["0", "1", "2"], ["1", "3"], ["0", "2", "3"]]
+    ends, scores, woven = [], [], []
+    for engine in ("sequential", "vectorised", "loopback"):
+        straight = play(ALGORITHM, federation, engine, rounds=3, cohorts=cohorts, admit_rounds=2, **config)
+        half = play(ALGORITHM, federation, engine, rounds=1, cohorts=cohorts, admit_rounds=2, **config)
+        state = ALGORITHM.state(**decode(encode(half.state._asdict())))
+        memory = Memories({client: decode(encode(tree)) for client, tree in half.memory.items()})
+        for number in (2, 3):
+            session = half.engine.session(number, memory)
+            cohort = Cohort(number, tuple(cohorts[number - 1]))
+            state, _ = ALGORITHM.round(straight.setup, state, cohort, session.ask)
+            memory = session.memory
+        ends.append(flatten({"state": straight.state._asdict(), "memory": straight.memory}))
+        resumed = flatten({"state": state._asdict(), "memory": memory})
+        assert ends[-1].keys() == resumed.keys()
+        assert all(torch.equal(value, resumed[path]) for path, value in ends[-1].items())
+        ask = straight.session("evaluation").ask
+        send = lambda clients, p=straight: ALGORITHM.send(p.setup, p.state, clients)  # noqa: E731
+        scores.append(evaluate(ALGORITHM, send, federation.participants, "test", ask))
+        straight.admit()
+        woven.append(flatten({"shared": straight.sent.shared, "mine": dict(straight.sent.mine)}))
+        woven[-1]["outputs"] = ALGORITHM.predict(straight.home("4"), straight.deployed("4"), federation.x[:3])
+    for found in (ends, woven):
+        first, vectorised, loopback = found
+        assert all(torch.allclose(value, vectorised[path], rtol=0, atol=1e-9) for path, value in first.items())
+        assert all(torch.equal(value, loopback[path]) for path, value in first.items())
+    assert scores[0] == scores[2] and all(
+        score.loss == pytest.approx(scores[1][client].loss, abs=1e-9) for client, score in scores[0].items()
+    )
+
+
+def test_a_mixture_is_deployed_by_participants_and_newcomers_and_handed_on_as_one_module() -> None:
+    federation = small_federation(TWO, unseen=1)
+    played = play(ALGORITHM, federation, admit_rounds=2, **MIXED).admit()
+    assert torch.equal(played.sent.shared["global"], played.state.mean["vector"])
+    assert set(played.sent.embeddings) == {"4"}
+    for client in ("0", "4"):
+        home, deployed, x = played.home(client), played.deployed(client), federation.x[:4]
+        counts = federation.y[federation.roster[client].rows["train"]].bincount(minlength=3).double()
+        offset = deployed["global"]["offset"]
+        torch.testing.assert_close(offset.exp(), (counts + 1 / 3) / (counts.sum() + 1))
+        outputs, module = ALGORITHM.predict(home, deployed, x), ALGORITHM.module(home, deployed)
+        own = home.model(deployed["params"], deployed["buffers"], x).softmax(1)
+        ours = (global_network(played.setup)(deployed["global"]["params"], {}, x) + offset).softmax(1)
+        torch.testing.assert_close(outputs.exp(), (own + ours) / 2)
+        assert not is_one_network(module) and torch.equal(module(x), outputs)
+
+
+@pytest.mark.parametrize("way", ["participants", "newcomers"])
+def test_what_is_handed_on_has_the_mean_where_it_is_used(way: str) -> None:
+    federation = small_federation(TWO)
+    for config, names in ((CORRECTED, set()), (MIXED, {"vector", "rounds"})):
+        played = play(ALGORITHM, federation, rounds=1, **config)
+        assert set(getattr(ALGORITHM.handover, way)(played.setup, played.state).mean) == names
+
+
+def test_a_mixture_that_cannot_be_is_refused() -> None:
+    for given, sentence in (
+        ({"teacher": "plain"}, "got a plain one. Give --teacher corrected."),
+        ({"global_model": ""}, "Give --global-model."),
+        ({"global_share": 0.5}, "got --global-share 0.5. Leave one of them out."),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Config(**{**MIXED, **given})
+    normed = {**MIXED, "global_model": "testnets:Normed"}
+    with pytest.raises(NeedsError, match=r"BatchNorm.*choose a --global-model without"):
+        play(ALGORITHM, small_federation(TWO), rounds=0, **normed)
+
+
+def test_a_newcomer_is_asked_to_count_its_labels_for_a_mixture_alone() -> None:
+    model = small_federation().roster["0"].model
+    asked = [{one.name for one in ALGORITHM.programs(Config(**given), model, True)} for given in (CORRECTED, MIXED)]
+    assert asked == [{"mh_pfedhn.train"}, {"mh_pfedhn.train", "label_counts"}]

@@ -301,7 +301,7 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
 
 def answers_of(network: Model, teacher: Tree, x: Tensor) -> Tensor:
     """The teacher's scores; corrected, with the logarithms of the client's class shares added."""
-    scores = network(teacher["params"], teacher["buffers"], x)
+    scores = network(teacher["params"], teacher.get("buffers", {}), x)
     return scores + teacher["offset"] if "offset" in teacher else scores
 
 
@@ -318,7 +318,7 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
         return deployed
     params = from_vector(shared["global"], named(home).shapes)
     offset = log_shares(memory["label_counts"], home.num_samples)
-    return {**deployed, "global": {"params": params, "buffers": {}, "offset": offset}}
+    return {**deployed, "global": {"params": params, "offset": offset}}
 
 
 def named(home: Home) -> Model:
