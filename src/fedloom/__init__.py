@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedloom.api import Admission, Run, load, resume, run
     from fedloom.serving.join import Joined, join
+    from fedloom.tables.tune import Tuned, tune
 
 __version__ = "0.1.0"
-__all__ = ["Admission", "Joined", "Run", "__version__", "join", "load", "resume", "run"]
+__all__ = ["Admission", "Joined", "Run", "Tuned", "__version__", "join", "load", "resume", "run", "tune"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Joined", "join"):
         module = importlib.import_module("fedloom.serving.join")
+        return getattr(module, name)
+    if name in ("Tuned", "tune"):
+        module = importlib.import_module("fedloom.tables.tune")
         return getattr(module, name)
     if name in __all__:
         from fedloom import api

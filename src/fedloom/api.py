@@ -75,22 +75,40 @@ def run(
 
     >>> run = fedloom.run("fedavg", dataset="digits", clients=4, rounds=2, progress="quiet")  # doctest: +SKIP
     """
-    given = {"dataset": dataset, "model": model, **options}
-    arrays = None
-    if not isinstance(dataset, str | Path):
-        given["dataset"] = PYTHON_DATA
-    if not isinstance(model, str):
-        given["model"] = _path_of(model)
-    shared, config = parse_options(method, {k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
-    if not isinstance(dataset, str | Path):
-        arrays = as_arrays(dataset, shared.roles)
+    shared, config = parse_options(method, as_options(dataset, model, options))
+    arrays = None if isinstance(dataset, str | Path) else as_arrays(dataset, shared.roles)
     shown = display(progress) if isinstance(progress, str) else progress
     if shared.tracker and shared.tracker not in TRACKERS:
         raise unknown("tracker", shared.tracker, TRACKERS)
     path = Path(out) if out else new_path(method, asdict(shared))
     if shared.engine == "flower-sim":
         return _run_on_ray(method, shared, config, path, arrays, shown)
-    simulation = Simulation(method, shared, config, arrays or load_data(shared.dataset, shared.data_root, shared.roles))
+    return begin(
+        method, shared, config, arrays or load_data(shared.dataset, shared.data_root, shared.roles), path, shown
+    )
+
+
+def as_options(dataset: Any, model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given from Python as the options of a config file; the file cannot hold data."""
+    given = {"dataset": dataset, "model": model, **options}
+    if not isinstance(dataset, str | Path):
+        given["dataset"] = PYTHON_DATA
+    if not isinstance(model, str):
+        given["model"] = _path_of(model)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+
+
+def begin(
+    method: str,
+    shared: RunOptions,
+    config: Any,
+    arrays: Arrays,
+    path: Path,
+    shown: Display,
+    until: int | None = None,
+) -> Run:
+    """Train in a new run directory to the end, or until a round after which it can be resumed."""
+    simulation = Simulation(method, shared, config, arrays)
     server = simulation.server
     resolved = flat_config(method, server.options, config)
     # those that are kept, the best one, and the one that is being written
@@ -99,7 +117,7 @@ def run(
     with directory.lock():
         directory.write_roster(server.roster)
         directory.write_environment(environment(shared.seed, _device_name(simulation)))
-        train(simulation, directory, shown)
+        train(simulation, directory, shown, until)
         return Run(directory, simulation.arrays, trust=True)
 
 
@@ -128,13 +146,14 @@ def resume(
     progress: str | Display = "auto",
     force: bool = False,
     trust: bool = False,
+    until: int | None = None,
 ) -> Run:
     """Go on with a run that was stopped, from its last checkpoint; with ``rounds``, further than it was to go.
 
     ``dataset`` and ``data_root`` are for data that have moved, and for those given from Python; other data than the
     run's own are refused without ``force``. ``device`` is for a machine that has another one than the run began on.
     ``force``: go on although the config, the roster, the data or the records are not those of the checkpoint. ``trust``
-    is as in ``load``.
+    is as in ``load``. ``until``: pause after that round, to be resumed again.
     """
     directory = RunDirectory.open(Path(path))
     shown = display(progress) if isinstance(progress, str) else progress
@@ -158,7 +177,7 @@ def resume(
         if directory.environment() is None:
             directory.write_environment(environment(server.options.seed, _device_name(simulation)))
         directory.rewind(server.round)
-        train(simulation, directory, shown)
+        train(simulation, directory, shown, until)
         return Run(directory, simulation.arrays, trust=True)
 
 

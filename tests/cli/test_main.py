@@ -65,7 +65,7 @@ def test_run_is_the_first_command(cli):
 @pytest.mark.parametrize(
     "command",
     [
-        *("run fedavg", "resume", "evaluate", "export", "compare"),
+        *("run fedavg", "tune fedavg", "resume", "evaluate", "export", "compare"),
         *("methods", "datasets", "models", "new", "data fetch", "data show"),
     ],
 )

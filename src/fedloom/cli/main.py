@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import fedloom
 from fedloom import algorithms
-from fedloom.cli import audit, catalogue, data, deploy, look, new, run, runs, serving, tables
+from fedloom.cli import audit, catalogue, data, deploy, look, new, run, runs, serving, tables, tune
 from fedloom.cli.output import INTERRUPTED, USER_ERROR, friendly, sentence_of, tell
 from fedloom.core.interrupts import ignore, take_as_one
 
@@ -79,6 +79,7 @@ def application(words: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_top)
     app.add_typer(run.application(words), name="run")
+    app.add_typer(tune.application(words), name="tune")
     commands: tuple[Callable[..., None], ...] = (
         *(runs.resume, runs.evaluate, runs.export, runs.admit, runs.compare),
         *(serving.bundle, serving.serve, serving.token, serving.join),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
@@ -24,6 +23,11 @@ from fedloom.core.trust import outside
 from fedloom.runs.files import from_yaml, read_file
 from fedloom.runs.options import RunOptions
 
+COMMANDS = ("run", "tune")
+"""Those that are followed by a METHOD, whose flags they have."""
+OTHERS = {"config", "out", "seeds", "json", "quiet", "trust", "try", "budget", "help"}
+"""Flags of these commands that are no options of a run."""
+
 HELP = """Train a method. `fedloom run METHOD --help` shows its flags.
 
 Example: fedloom run pfedhn --dataset digits --clients 10 --rounds 20
@@ -34,12 +38,12 @@ To repeat a run: fedloom run --config runs/pfedhn-digits-seed0/config.yaml
 
 def with_method(words: Sequence[str]) -> list[str]:
     """The command line with its METHOD: the one in ``--config FILE`` where ``run`` is not followed by one."""
-    if not words or words[0] != "run":
+    if not words or words[0] not in COMMANDS:
         return list(words)
     rest = list(words[1:])
     if rest and not rest[0].startswith("-"):
         algorithms.place(rest[0])
-        _check_whose(rest[0], rest[1:])
+        _check_whose(words[0], rest[0], rest[1:])
         return list(words)
     file = _config_file(rest)
     if file is None:
@@ -49,14 +53,14 @@ def with_method(words: Sequence[str]) -> list[str]:
     if "rows" in content:
         raise ConfigError(f"{file} is the recipe of a table; run it with `fedloom table {file}`.")
     if method is None:
-        raise ConfigError(f"{file} names no method; write `fedloom run METHOD --config {file}`.")
+        raise ConfigError(f"{file} names no method; write `fedloom {words[0]} METHOD --config {file}`.")
     algorithms.place(str(method), f"method in {file}")
-    return ["run", str(method), *rest]
+    return [words[0], str(method), *rest]
 
 
-def _check_whose(method: str, words: Sequence[str]) -> None:
+def _check_whose(command: str, method: str, words: Sequence[str]) -> None:
     """Refuse an option that only other methods have: a parser would take it for a slip of the pen."""
-    known = {*inspect.signature(_command(method)).parameters, "help"}
+    known = {field.name for config in (RunOptions, algorithms.get(method).config) for field in fields(config)} | OTHERS
     for word in words:
         flag = word.partition("=")[0]
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
@@ -66,7 +70,7 @@ def _check_whose(method: str, words: Sequence[str]) -> None:
         if others:
             raise ConfigError(
                 f"{flag} is an option of {', '.join(others)}, not of {method}. "
-                f"`fedloom run {method} --help` lists those it has."
+                f"`fedloom {command} {method} --help` lists those it has."
             )
 
 
@@ -78,13 +82,18 @@ def _own_options(method: str) -> set[str]:
 
 
 def application(words: Sequence[str]) -> typer.Typer:
-    """The methods as sub-commands. The one in ``words`` is imported for its flags, the others are not."""
-    app = typer.Typer(help=HELP, no_args_is_help=True, subcommand_metavar="METHOD [FLAGS]...")
-    named = words[1] if words[:1] == ["run"] and len(words) > 1 else None
+    """The methods as sub-commands."""
+    return methods(words, "run", HELP, _command)
+
+
+def methods(words: Sequence[str], name: str, help: str, made: Callable[[str], Callable[..., None]]) -> typer.Typer:
+    """The methods as sub-commands of ``name``. The one in ``words`` is imported for its flags, the others are not."""
+    app = typer.Typer(help=help, no_args_is_help=True, subcommand_metavar="METHOD [FLAGS]...")
+    named = words[1] if words[:1] == [name] and len(words) > 1 else None
     for method in algorithms.names():
         about = first_line(method)
-        command = _command(method) if method == named else _listed
-        example = f"{about}\n\nExample: fedloom run {method} --dataset digits --clients 10"
+        command = made(method) if method == named else _listed
+        example = f"{about}\n\nExample: fedloom {name} {method} --dataset digits --clients 10"
         app.command(method, help=example, short_help=about)(command)
     return app
 
@@ -131,9 +140,6 @@ def _listed() -> None:
 
 
 def _command(method: str) -> Callable[..., None]:
-    own = flags(algorithms.get(method).config, f"Options of {method}")
-    shared = flags(RunOptions, "Options of every method")
-
     def command(
         *,
         config: Annotated[
@@ -154,13 +160,20 @@ def _command(method: str) -> Callable[..., None]:
         ] = False,
         **values: Any,
     ) -> None:
-        options = _options(method, config, given(values), trust)
+        options = options_of(method, config, given(values), trust)
         train(method, options, out, seeds, JSON if json else QUIET if quiet else AUTO)
 
-    return friendly(with_flags(command, [*own, *shared]))
+    return friendly(with_options_of(method, command))
 
 
-def _options(method: str, config: Path | None, from_flags: dict[str, Any], trust: bool) -> dict[str, Any]:
+def with_options_of(method: str, command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, which takes ``**flags``, with those of the method and of every run."""
+    own = flags(algorithms.get(method).config, f"Options of {method}")
+    return with_flags(command, [*own, *flags(RunOptions, "Options of every method")])
+
+
+def options_of(method: str, config: Path | None, from_flags: dict[str, Any], trust: bool) -> dict[str, Any]:
+    """The options of a run, from its flags and the file that they win over."""
     from_file = read(config) if config else {}
     other = from_file.pop("method", method)
     if other != method:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published tables, run again: what a recipe says, and running it."""
+"""Many runs in a folder: published tables, run again from their recipes, and tuning."""

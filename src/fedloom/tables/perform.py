@@ -54,8 +54,13 @@ class Task:
     @property
     def name(self) -> str:
         """Of its folder."""
-        name = "-".join([self.row.name, *(f"{k}={v}" for k, v in self.chosen.items()), f"seed{self.seed}"])
-        return "".join(c if c.isalnum() or c in ".=-" else "_" for c in name)
+        return folder_name(self.row.name, self.chosen, f"seed{self.seed}")
+
+
+def folder_name(first: str, chosen: Mapping[str, Any], *last: str) -> str:
+    """A folder's name that says what was chosen."""
+    name = "-".join([first, *(f"{k}={v}" for k, v in chosen.items()), *last])
+    return "".join(c if c.isalnum() or c in ".=-" else "_" for c in name)
 
 
 class Performance:
@@ -162,8 +167,7 @@ class Performance:
             if "is in use by" not in str(error):
                 raise
             return False
-        gc.collect()  # recorded graphs hold memory, and are in cycles
-        torch.cuda.empty_cache()
+        release()
         write_file(self.out / TABLE, (markdown(self.collect().cells()) + "\n").encode())
         return True
 
@@ -219,6 +223,12 @@ class Performance:
         )  # fmt: skip
         found.write(self.out / RESULTS)
         return found
+
+
+def release() -> None:
+    """Give back what a run that is done held of the GPU."""
+    gc.collect()  # recorded graphs hold memory, and are in cycles
+    torch.cuda.empty_cache()
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -30,11 +30,15 @@ SAVE_SECONDS = 60.0
 """A checkpoint is also written when this much time has passed since the last one."""
 
 
-def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
-    """Train to the last round. If it is interrupted or a round fails, the last whole round is saved."""
+def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int | None = None) -> None:
+    """Train to the last round, or pause after ``until``; interrupted, or if a round fails, the last whole one is saved.
+
+    What is paused has a summary, in which unseen clients were not tried, and can go on as if it never had been.
+    """
     server, options = trainer.server, trainer.server.options
     account = Account(trainer, directory)
-    last = trainer.last_round = account.last_round()
+    allowed = account.last_round()
+    last = trainer.last_round = allowed if until is None else min(until, allowed)
     best, is_best = best_of(directory), False
     done = trainer.mark(), is_best  # the last round whose record is written
     follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
@@ -75,7 +79,7 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display) -> None:
         if chance:
             trainer.notes = [*trainer.notes, chance]
             screen.note(chance)
-        directory.write_summary(_summary(trainer, directory, finished=True))
+        directory.write_summary(_summary(trainer, directory, finished=True, paused=last < allowed))
         screen.end(directory)
 
 
@@ -157,14 +161,19 @@ def better(metrics: Mapping[str, float], task: Task, best: Mapping[str, Any] | N
     An adapted run's best round is that of the plain method: participants know their classes and hardly gain by a model
     that tells all classes apart; newcomers do.
     """
-    names = [f"{model}/participants/val/{task.metric_name}" for model in ("plain", "deployed")]
-    name = next((name for name in names if name in metrics), None)
+    name = chosen_by(metrics, task.metric_name)
     if name is None:
         return False
     if best is None or name not in best:
         return True
     gain = float(metrics[name] - best[name])
     return gain > 0 if task.higher_is_better else gain < 0
+
+
+def chosen_by(metrics: Mapping[str, float], metric: str) -> str | None:
+    """The name of the number among ``metrics`` that chooses a round, if it is there."""
+    names = (f"{model}/participants/val/{metric}" for model in ("plain", "deployed"))
+    return next((name for name in names if name in metrics), None)
 
 
 def headline(trainer: Trainer) -> Headline:
@@ -187,7 +196,7 @@ def headline(trainer: Trainer) -> Headline:
     )
 
 
-def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[str, Any]:
+def _summary(trainer: Trainer, directory: RunDirectory, finished: bool, paused: bool = False) -> dict[str, Any]:
     """The run in numbers, from its records: nothing is evaluated again but what was not yet."""
     server, options = trainer.server, trainer.server.options
     records, best = directory.records(), best_of(directory)
@@ -212,7 +221,9 @@ def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[
     }
     if not finished:
         return summary
-    if server.round < options.rounds:
+    if paused:
+        summary["stopped"] = f"paused after {server.round} rounds of {options.rounds}"
+    elif server.round < options.rounds:
         summary["stopped"] = f"--max-epsilon {options.max_epsilon:g} allows {server.round} rounds of {options.rounds}"
     if not records or "metrics" not in records[-1]:  # a run of no rounds
         found = trainer.evaluation()
@@ -223,7 +234,7 @@ def _summary(trainer: Trainer, directory: RunDirectory, finished: bool) -> dict[
     summary["last"] = {"round": server.round, **metrics}
     chosen = best["round"] if best else server.round
     summary["clients"] = scores_at(directory, chosen, Group("deployed", "participants", "test"))
-    if trainer.federation.unseen:
+    if trainer.federation.unseen and not paused:
         try:
             summary["unseen"] = _unseen(trainer, directory, metrics)
             if best and best["round"] != server.round:
