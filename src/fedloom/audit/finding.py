@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,14 +47,15 @@ class Finding:
     measures: Sequence[Measure]
     """The first one decides."""
     verdict: str
-    pictures: Sequence[dict[str, Any]] = field(default=())
+    picture: bytes = b""
+    """What was reconstructed, as a PNG."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         measures = [
             {"name": one.name, "run": one.run._asdict(), "control": one.control._asdict()} for one in self.measures
         ]
-        rest = {name: value for name, value in asdict(self).items() if value != () and name != "measures"}
+        rest = {name: value for name, value in asdict(self).items() if name not in ("measures", "picture")}
         return {**rest, "measures": measures}
 
 

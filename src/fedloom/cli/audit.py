@@ -19,8 +19,8 @@ def audit(
     attack: Annotated[
         str,
         typer.Option(
-            metavar="labels|membership|canary",
-            help="After clients' label shares; after who was trained on; after clients planted despite --dp-noise.",
+            metavar="labels|idlg|membership|canary",
+            help="After label shares; after a sample; after who was trained on; after planted clients (--dp-noise).",
         ),
     ],
     which: Which = None,
@@ -33,9 +33,10 @@ def audit(
     Example: fedloom audit runs/fedavg-digits-seed0 --attack labels
     """
     from fedloom import api
-    from fedloom.audit.perform import audit
+    from fedloom.audit.perform import audit, picture_of
 
-    found = audit(api.load(run, which=checkpoint(which), force=force, trust=trust), attack)
+    loaded = api.load(run, which=checkpoint(which), force=force, trust=trust)
+    found = audit(loaded, attack)
     if json:
         json_line({"run": str(run), **found.as_dict()})
         return
@@ -44,6 +45,8 @@ def audit(
     for name, text in (("Sees", found.sees), ("Knows", found.knows), ("Control", found.control)):
         typer.echo(f"{name}: {text}.")
     typer.echo(found.verdict)
+    if found.picture:
+        typer.echo(picture_of(loaded, attack))
 
 
 def _row(measure: Measure) -> tuple[object, ...]:
