@@ -196,10 +196,14 @@ class Trial:
         mask = torch.arange(number, device=draws.number.device) < draws.number[:, None]
         return self.newcomers.scores[draws.newcomer[:, None], draws.given[:, :number]], mask
 
+    def right(self, scores: Tensor) -> Tensor:
+        """(rows,) the share of tested samples that these scores get right."""
+        right = ((scores.argmax(-1) == self.labels) & self.draws.real).sum(1) / self.draws.real.sum(1)
+        return right.double()
+
     def accuracy(self, scores: Tensor) -> float:
         """Mean over newcomers and divisions, in per cent."""
-        right = ((scores.argmax(-1) == self.labels) & self.draws.real).sum(1) / self.draws.real.sum(1)
-        return 100 * float(right.double().mean())
+        return 100 * float(self.right(scores).mean())
 
     def with_shares(self, prior: Tensor) -> float:
         return self.accuracy(self.calibrate(self.raw) + torch.log(prior)[:, None])
@@ -210,22 +214,34 @@ class Trial:
         counted = torch.stack([torch.bincount(row[row >= 0], minlength=len(self.found.alpha)) for row in labels])
         return self.with_shares(shares(counted, torch.full_like(self.found.alpha, 1e-6))[self.draws.newcomer])
 
-    def ours(self, number: int, *, checked: bool = True) -> tuple[float, float]:
+    def ours(self, number: int) -> tuple[float, float]:
         """Accuracy, and the share of rows that are told that they do not fit."""
+        scores, weight, _ = self.admitted(number)
+        return self.accuracy(scores), float((weight < 1).double().mean())
+
+    def unchecked(self, number: int) -> float:
+        """Accuracy without checks and without what the federation's trial says."""
+        scores, mask = self.given(number)
+        expected = estimate(self.calibrate(scores), self.found.alpha, mask=mask).counts
+        return self.with_shares(shares(expected, self.found.alpha))
+
+    def admitted(self, number: int, *, tried_out: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``admit`` does it: scores, what the fit makes a sample count, and the part of the correction, by rows.
+
+        ``tried_out``: as far as the federation's trial says, or all of it wherever the scores fit.
+        """
         scores, mask = self.given(number)
         scores, found = self.calibrate(scores), self.found
         expected = estimate(scores, found.alpha, mask=mask).counts
-        if not checked:
-            return self.with_shares(shares(expected, found.alpha)), 0.0
         size = mask.sum(1).to(scores.dtype)
         mean = torch.where(mask[..., None], statistics(scores), 0).sum(1) / size[:, None]
         verdict = judge(torch.zeros_like(expected), expected, mean, size, found.alpha, found.reference)
-        part, _ = tried.trusted(found.trial, size, torch.zeros_like(size))
-        trust = torch.where(verdict.keep_plain, 0, part)[:, None, None]
-        slope = torch.where(trust > 0, found.slope, 1)
-        offset = found.bias + torch.log(shares(verdict.counts, found.alpha))
-        kept = self.accuracy(slope * self.raw + trust * offset[:, None])
-        return kept, float((verdict.weight < 1).double().mean())
+        use = tried.trusted(found.trial, size, torch.zeros_like(size))
+        part, most = (use.part, use.weight) if tried_out else (torch.ones_like(size), torch.ones_like(size))
+        trust = torch.where(verdict.keep_plain, 0, part)
+        slope = torch.where(trust > 0, found.slope, 1)[:, None, None]
+        offset = found.bias + torch.log(shares(most[:, None] * verdict.counts, found.alpha))
+        return slope * self.raw + (trust[:, None] * offset)[:, None], verdict.weight, trust
 
     def uncalibrated(self, number: int) -> float:
         scores, mask = self.given(number)
@@ -284,7 +300,7 @@ def one_seed(setting: Setting, seed: int, arrays: Arrays, args: argparse.Namespa
 def shifted_row(trial: Trial) -> dict[str, float]:
     """Plain, checked and not, with all the samples that there are to estimate from."""
     checked, flagged = trial.ours(NUMBERS[-1])
-    unchecked, _ = trial.ours(NUMBERS[-1], checked=False)
+    unchecked = trial.unchecked(NUMBERS[-1])
     return {"raw": trial.accuracy(trial.raw), "checked": checked, "unchecked": unchecked, "flagged": flagged}
 
 

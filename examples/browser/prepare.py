@@ -35,7 +35,7 @@ def prepare(run: fedloom.Run, folder: Path, mean: float = 0.0, std: float = 1.0)
     write_portable(folder / "model", "onnx", network, roster.input_shape, about)
     prior: dict[str, Any] = {name: getattr(state, name).tolist() for name in ("alpha", "slope", "bias")}
     prior["reference"] = {name: value.tolist() for name, value in state.reference.items()}
-    prior["trial"] = {"sizes": SIZES, "trust": state.trial["trust"].tolist()}
+    prior["trial"] = {"sizes": SIZES, **{name: state.trial[name].tolist() for name in ("trust", "samples")}}
     prior["names"] = list(roster.class_names) or [f"class {number}" for number in range(roster.num_classes)]
     prior["shape"], prior["preparation"] = list(roster.input_shape), {"mean": mean, "std": std}
     (folder / "prior.json").write_text(json.dumps(prior))

@@ -86,19 +86,22 @@ export function personal(plain, prior) {
   const all = scores.map(statistics);
   const mean = [0, 1].map((i) => sum(all.map((one) => one[i])) / Math.max(all.length, 1));
   const off = misfit(mean, all.length, shares(expected, alpha), reference);
-  const weight = (CRITICAL / Math.max(off, CRITICAL)) ** 2;
+  const fitting = (CRITICAL / Math.max(off, CRITICAL)) ** 2;
+  const left = fitting * sum(expected);
+  const misfits = fitting < 1 && left < LEAST * (left + sum(alpha));
+  // the federation has tried the correction on itself with as many samples, or fewer and more
+  const last = trial.sizes.length - 1;
+  const below = Math.max(0, trial.sizes.filter((size) => all.length >= size).length - 1);
+  const above = Math.min(last, trial.sizes.filter((size) => all.length > size).length);
+  const trust = misfits ? 0 : Math.min(trial.trust[below], trial.trust[above]);
+  const weight = fitting * Math.min(1, trial.samples[above] / Math.max(all.length, 1));
   const counts = expected.map((c) => weight * c);
-  const left = sum(counts);
-  const misfits = weight < 1 && left < LEAST * (left + sum(alpha));
-  // the federation has tried the correction on itself with so many samples
-  const size = trial.sizes.filter((least) => all.length >= least).length - 1;
-  const trust = misfits ? 0 : trial.trust[Math.max(size, 0)];
   const found = shares(counts, alpha);
   return {
     slope: trust > 0 ? slope : 1,
     offset: bias.map((b, k) => trust * (b + Math.log(found[k]))),
     shares: found,
-    decision: trust === 0 ? "plain" : weight < 1 || trust < 1 ? "shrunk" : "corrected",
+    decision: trust === 0 ? "plain" : fitting < 1 || trust < 1 ? "shrunk" : "corrected",
     misfit: off,
     weight,
   };

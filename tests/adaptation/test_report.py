@@ -21,14 +21,21 @@ SKEWED = {"clients": 16, "rounds": 30, "cohort": 10, "local_steps": 10, "local_l
 
 
 def memory_of(
-    counts, weight: float = 1.0, misfit: float = 1.0, trust: float = 1.0, labelled: int = 0, gain=(0.2, 0.1, 9)
+    counts,
+    weight: float = 1.0,
+    misfit: float = 1.0,
+    trust: float = 1.0,
+    labelled: int = 0,
+    gain=(0.2, 0.1, 9),
+    most: float = 1.0,
 ):
     tensors = {
         "gain": gain[0],
         "spread": gain[1],
         "clients": float(gain[2]),
         "evidence": torch.tensor(counts),
-        "weight": weight,
+        "weight": weight * most,
+        "most": most,
         "misfit": misfit,
         "ratio": 30.0,
         "labelled": labelled,
@@ -52,6 +59,8 @@ def told(memory, samples: int = 20, known: float = 100.0):
         (memory_of([0.0, 0.0], 0.0, 900.0, 0.0), "plain", "The plain predictor is kept: the scores of 20 unlabelled"),
         (memory_of([18.0, 2.0], trust=0.5), "shrunk", "Corrected by 50% with the label shares"),
         (memory_of([18.0, 2.0], trust=0.5, labelled=20), "corrected", "Corrected with the label shares"),
+        (memory_of([4.5, 0.5], most=0.25), "corrected", "They count as 5 samples, as many as participants could try"),
+        (memory_of([4.5, 0.5], 0.5, 8.5, most=0.5), "shrunk", "as if from 5.0 of 20 unlabelled samples: the scores"),
         (memory_of([18.0, 2.0]), "corrected", "by +20.0% on average; expect +0.4% to +39.6%."),
         (memory_of([18.0, 2.0], trust=0.0, gain=(-0.01, 0.1, 9)), "plain", "it was -1.0% on average"),
         (memory_of([18.0, 2.0], trust=0.0, gain=(0, 0, 0)), "plain", "too few participants have validation data"),

@@ -43,7 +43,7 @@ def test_the_pages_arithmetic_is_that_of_python(made, tmp_path: Path, number: in
     state = run.server.state
     prior = {name: getattr(state, name).tolist() for name in ("alpha", "slope", "bias")}
     prior["reference"] = {name: value.tolist() for name, value in state.reference.items()}
-    prior["trial"] = {"sizes": SIZES, "trust": state.trial["trust"].tolist()}
+    prior["trial"] = {"sizes": SIZES, **{name: state.trial[name].tolist() for name in ("trust", "samples")}}
     plain = admission.model.network(torch.as_tensor(x)).tolist()
     (tmp_path / "in.json").write_text(json.dumps({"plain": plain, "prior": prior}))
     shutil.copy(PAGE / "prior.js", tmp_path / "prior.mjs")

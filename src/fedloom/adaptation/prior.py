@@ -240,17 +240,20 @@ def _estimate_final(home: Home, shared: Tree, carry: _Carry, memory: Tree) -> tu
     mean = carry.statistics / number.clamp(min=1)
     found = judge(votes.known, votes.expected, mean, number, shared["alpha"], Reference(**shared["reference"]))
     labelled, trial = votes.known.sum(), Trial(**shared["trial"])
-    part, row = trusted(trial, number, labelled)
-    trust = torch.where(found.keep_plain, 0, part)
+    use = trusted(trial, number, labelled)
+    weight = found.weight * use.weight
     report = {
         "labelled": labelled,
-        "evidence": labelled + found.weight * (votes.evidence - labelled),
-        "weight": found.weight,
+        "evidence": labelled + weight * (votes.evidence - labelled),
+        "weight": weight,
+        "most": use.weight,
         "misfit": found.misfit,
         "ratio": 2 * carry.log_ratio,
-        **{name: value[row] for name, value in trial._asdict().items()},
+        **{name: value[use.row] for name, value in trial._asdict().items()},
     }
-    return {}, {**memory, "label_counts": found.counts, "trust": trust, "admission": report}
+    counts = votes.known + use.weight * (found.counts - votes.known)
+    trust = torch.where(found.keep_plain, 0, use.part)
+    return {}, {**memory, "label_counts": counts, "trust": trust, "admission": report}
 
 
 def _estimate_expects(shared: Tree, mine: Tree) -> Tree:

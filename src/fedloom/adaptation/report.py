@@ -62,7 +62,7 @@ class Report:
     fit: Test | None
     """Do the scores look like a mixture of the federation's classes? None: participants told too little to say."""
     weight: float
-    """What a sample without a label counted, from 0 to 1."""
+    """What a sample without a label counted, from 0 to 1: less where it fits badly, or where fewer were tried."""
     trust: float
     """The part of the correction that is used, from 0 to 1."""
     gain: Gain | None
@@ -101,10 +101,11 @@ def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Se
     known = float(reference["samples"]) > 0
     fit = Test(misfit, STATISTICS, float(stats.chi2.sf(misfit, STATISTICS))) if known else None
     trust, gain = float(memory["trust"]), _gain(found)
-    cautious = weight < 1 or trust < 1
+    most = float(found["most"])
+    fitting, cautious = weight / most if most else 1.0, weight < most or trust < 1
     shrunk = cautious and labelled < samples  # labels count in full
     decision: Any = "plain" if trust == 0 else "shrunk" if shrunk else "corrected"
-    sentence = _sentence(samples, labelled, shift, fit, weight, trust, gain, decision)
+    sentence = _sentence(samples, labelled, shift, fit, fitting, most, trust, gain, decision)
     return Report(samples, labelled, shares, shift, fit, weight, trust, gain, decision, sentence)
 
 
@@ -123,7 +124,8 @@ def _sentence(
     labelled: int,
     shift: Test,
     fit: Test | None,
-    weight: float,
+    fitting: float,
+    most: float,
     trust: float,
     gain: Gain | None,
     decision: str,
@@ -131,7 +133,7 @@ def _sentence(
     unlabelled = samples - labelled
     kinds = [f"{n} {kind}" for n, kind in ((labelled, "labelled"), (unlabelled, "unlabelled")) if n]
     source = f"{' and '.join(kinds)} sample{'' if samples == 1 else 's'}"
-    misfit = fit is not None and weight < 1 and unlabelled > 0
+    misfit = fit is not None and fitting < 1 and unlabelled > 0
     why = f"the scores of {source} fit no mixture of the federation's classes ({_in_words(fit)})" if fit else ""
     doubt = "perhaps they were taken under other conditions or show an unknown class"
     if decision == "plain" and misfit and (gain is None or gain.mean > 0):
@@ -145,14 +147,17 @@ def _sentence(
         return f"The plain predictor is kept: {tried}."
     expected = f" {_expected(gain)}" if gain and unlabelled else ""
     if misfit:
-        left = unlabelled * weight
+        left = unlabelled * fitting * most
         worth = f"{left:.{0 if left >= 10 else 1}f} of {unlabelled}"
         return f"Corrected with caution, as if from {worth} unlabelled samples: {why}; {doubt}.{expected}"
     differ = "differ" if shift.p < RARE else "do not visibly differ"
     fits = "and whether the scores fit them could not be checked, for want of participants' validation data"
     if fit is not None:
-        fits = f"{'and the scores fit' if weight == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
+        fits = f"{'and the scores fit' if fitting == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
     part = f" by {trust:.0%}" if decision == "shrunk" else ""
+    if unlabelled and most < 1:
+        tried = unlabelled * most
+        expected = f" They count as {tried:.0f} samples, as many as participants could try it with.{expected}"
     return (
         f"Corrected{part} with the label shares found in {source}, which {differ} from the federation's "
         f"({_in_words(shift)}), {fits}.{expected}"
