@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the federation's trial of ``--adapt prior`` saves newcomers, and what it costs them.
 
-    python benchmarks/guard.py --out results/guard.json [--data-root DATA] [--settings digits-0.1 ...] [--seeds 0 1 2 3]
+    python benchmarks/guard.py --out results/trial/newcomers.json [--settings digits-0.1 ...] [--seeds 0 1 2 3]
 
 For each setting and seed FedAvg is trained, with clients held out, and settled with the prior. Then every newcomer's
 samples are divided at random, several times over: what is estimated from some of them without labels is tried on the
@@ -51,8 +51,8 @@ class Setting:
 
 REPETITIONS = 4
 """Random divisions of each newcomer's samples."""
-DIGITS = {"clients": 25, "unseen": 11}
-FASHION = {"clients": 40, "unseen": 20, "samples": 12000}
+DIGITS: dict[str, Any] = {"clients": 25, "unseen": 11}
+FASHION: dict[str, Any] = {"clients": 40, "unseen": 20, "samples": 12000}
 SETTINGS = {
     "digits-path": Setting("digits, two classes per client", "digits", "classes:2", **DIGITS),
     "digits-0.1": Setting("digits, Dirichlet 0.1", "digits", "dirichlet:0.1", **DIGITS),
@@ -143,7 +143,7 @@ def measured(simulation: Simulation, seed: int) -> dict[str, dict[str, float]]:
 
 def summary(title: str, seeds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Means and deviations over seeds, beside each seed's own; gains and costs by seed, as they are paired."""
-    rows = {}
+    rows = dict[str, dict[str, Any]]()
     for number in seeds[0]:
         runs = [one[number] for one in seeds]
         told = [one for one in runs if one["corrected"]]
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     loaded, start, found = dict[str, Arrays](), time.process_time(), dict[str, Any]()
     for name in args.settings:
         setting = SETTINGS[name]

@@ -284,6 +284,31 @@ def newcomers_told(_: str) -> str:
     return markdown(numbers(["", "none", *SHIFTS], body)) + "\n"
 
 
+@block
+def newcomers_tried(_: str) -> str:
+    """Settings by what newcomers with all their samples gain, with the federation's trial and without it."""
+    found = json.loads((RESULTS / "trial" / "newcomers.json").read_text())
+    body = []
+    for one in found["settings"].values():
+        row, seeds = one["all"], {"seeds": found["seeds"]}
+        worst = min(run["guarded"] - run["plain"] for number in ("10", "all") for run in one[number]["runs"])
+        told = "–" if row["change_of_corrected"] is None else f"{row['change_of_corrected']:+.1f}"
+        body.append([
+            one["title"], _spread(row["plain"], seeds),
+            *(_gained(row[name], seeds) for name in ("untried_gain", "gain")),
+            f"{worst:+.1f}", f"{row['corrected']['mean']:.0f}%", told,
+        ])  # fmt: skip
+    columns = ["", "FedAvg", "gain without the trial", "gain with it", "worst seed", 'told "corrected"', "their gain"]
+    made = in_words([Made(**found["made"])])
+    return with_provenance(numbers(columns, body), f"`{found['command']} --out results/trial/newcomers.json`: {made}.")
+
+
+def _gained(found: dict[str, float], one: dict[str, Any]) -> str:
+    """A mean difference in points, with half of its 95% interval over seeds."""
+    cell = interval(found["mean"] / PER_CENT, found["std"] / PER_CENT, len(one["seeds"]))
+    return f"{found['mean']:+.1f} ± {PER_CENT * (cell.high - cell.low) / 2:.1f}"
+
+
 def _newcomers_made() -> list[str]:
     """The commands, each with what it ran on."""
     lines: dict[tuple[str, str], list[str]] = {}

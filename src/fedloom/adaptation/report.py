@@ -156,8 +156,8 @@ def _sentence(
         fits = f"{'and the scores fit' if fitting == 1 else 'though the scores do not fit'} them ({_in_words(fit)})"
     part = f" by {trust:.0%}" if decision == "shrunk" else ""
     if unlabelled and most < 1:
-        tried = unlabelled * most
-        expected = f" They count as {tried:.0f} samples, as many as participants could try it with.{expected}"
+        kept = f"{unlabelled * most:.0f} sample{'' if unlabelled * most < 1.5 else 's'}"
+        expected = f" They count as {kept}, as many as participants could try it with.{expected}"
     return (
         f"Corrected{part} with the label shares found in {source}, which {differ} from the federation's "
         f"({_in_words(shift)}), {fits}.{expected}"
