@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from fedloom.core.errors import NeedsError
 from fedloom.privacy.gaussian import delta_of
 from fedloom.privacy.ledger import Release, epsilon, releases_of, rounds_within
+from fedloom.tables.recipe import read
 
 pytest.importorskip("dp_accounting", reason="needs the extra privacy")
 
@@ -26,6 +28,16 @@ def release(noise: float, clients: int, size: float, times: int, sampling: str =
 def test_epsilon_is_that_of_two_other_accountants(rate, noise, times, delta, expected) -> None:
     """Figures on which Google's PLD and Opacus' PRV accountant agree to 0.5%."""
     assert epsilon([release(noise, 1000, 1000 * rate, times)], delta) == pytest.approx(expected, rel=5e-3)
+
+
+def test_the_recipe_names_its_rows_by_what_they_spend() -> None:
+    recipe = read(Path(__file__).parents[2] / "recipes" / "privacy-fashion-mnist.yaml")
+    shared, named = recipe.options, [row for row in recipe.rows if row.name.startswith("epsilon")]
+    assert len(named) == 4
+    for row in named:
+        noise = row.options["dp_noise"]
+        spent = epsilon([release(noise, shared["clients"], shared["cohort"], shared["rounds"])], 1e-5)
+        assert row.name == f"epsilon {spent:.3g} (noise {noise:g})"
 
 
 def test_without_sampling_it_is_the_exact_gaussian_mechanism() -> None:
