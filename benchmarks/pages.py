@@ -306,6 +306,7 @@ def newcomers_tried(_: str) -> str:
 def _gained(found: dict[str, float], one: dict[str, Any]) -> str:
     """A mean difference in points, with half of its 95% interval over seeds."""
     cell = interval(found["mean"] / PER_CENT, found["std"] / PER_CENT, len(one["seeds"]))
+    assert cell.low is not None and cell.high is not None
     return f"{found['mean']:+.1f} ± {PER_CENT * (cell.high - cell.low) / 2:.1f}"
 
 
