@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conftest import CLASSES, setup_of, small_federation
 from fedloom.adaptation.prior import with_prior
 from fedloom.algorithms.fedavg import ALGORITHM
+from fedloom.core.trees import PerClient
 from fedloom.engines.auto import ENGINES
 from fedloom.engines.memories import Memories
-from fedloom.programs.labels import ask_label_shares, have_labels_counted
+from fedloom.programs.labels import ask_label_shares, have_labels_counted, label_shares
 from tiny import Ears
+
+NUMBER = {"num_samples": torch.zeros(())}
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "loopback"])
@@ -55,3 +60,13 @@ def test_counts_that_a_client_keeps_are_told_to_nobody(engine: str) -> None:
     for client in ("1", "2"):
         y = federation.y[torch.as_tensor(federation.roster[client].rows["train"])]
         assert torch.equal(session.recall(client)["label_counts"], torch.bincount(y, minlength=CLASSES).double())
+
+
+def test_a_server_that_claims_a_great_many_classes_is_not_believed() -> None:
+    """A client counts as many as its own network tells apart: counting a billion would fill its memory."""
+    federation = small_federation()
+    setup = setup_of(federation, ALGORITHM.config())
+    session = ENGINES["sequential"](federation, ALGORITHM, setup.config, 0).session(1, Memories())
+    program = replace(label_shares(), expects=lambda shared, mine: {"shares": torch.zeros(CLASSES), **NUMBER})
+    claimed = {"classes": torch.zeros((), dtype=torch.float64).expand(10**9)}
+    assert session.ask(program, claimed, PerClient.empty(["0"]))["0"]["shares"].shape == (CLASSES,)
