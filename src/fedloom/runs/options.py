@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedloom.core.config import check, flag, option
 from fedloom.core.errors import ConfigError
-from fedloom.data.tables import Roles
-from fedloom.robust.rules import parse
+
+if TYPE_CHECKING:
+    from fedloom.data.tables import Roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,8 @@ class RunOptions:
         if self.sampling == "poisson" and not self.dp_noise:
             raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")
         if self.aggregate:
+            from fedloom.robust.rules import parse  # needs torch, which help does without
+
             parse(self.aggregate)  # refuses what is no rule
         if self.aggregate and self.dp_noise:
             raise ConfigError(
@@ -188,6 +191,8 @@ class RunOptions:
     @property
     def roles(self) -> Roles:
         """Which columns of a table are no features."""
+        from fedloom.data.tables import Roles  # needs numpy, which help does without
+
         return Roles.of(self.target, self.groups, self.task)
 
     @property
