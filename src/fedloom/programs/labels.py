@@ -49,7 +49,8 @@ def label_shares(noise: float = 0.0) -> Program:
 
 def _init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:
     # as many as the client's own network tells apart: whatever number came is the server's claim
-    return shared["classes"].new_zeros(home.model.num_outputs)
+    counts: Tensor = shared["classes"].new_zeros(home.model.num_outputs)
+    return counts
 
 
 def _step(home: Home, shared: Tree, carry: Tensor, batch: Batch) -> Tensor:
