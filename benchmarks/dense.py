@@ -93,7 +93,7 @@ def main() -> None:
             start = time.thread_time()
             one_round(number)
             rounds.append(time.thread_time() - start)
-    (run,) = engine.inner._traces._traced.values()
+    (run,) = engine.inner._traces._forms.kept.values()
     assert run is not None
     given = [leaf.clone() for leaf in _arguments(run, engine, one_round)]
     images, weights = torch.randn(clients, BATCH, 784), torch.randn(clients, 100, 784)
@@ -122,7 +122,7 @@ def _products(images: Tensor, weights: Tensor, slopes: Tensor) -> None:
 def _arguments(run: traced.Run, engine: ParallelVectorised, one_round: Callable[[int], None]) -> list[Tensor]:
     """What the traced step is called with."""
     met: list[Any] = []
-    kinds = engine.inner._traces._traced
+    kinds = engine.inner._traces._forms.kept
     before = dict(kinds)
     kinds.update({kind: lambda *given: met.append(given) or run(*given) for kind in kinds})
     one_round(0)

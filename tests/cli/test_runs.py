@@ -86,9 +86,9 @@ def test_data_that_have_moved_are_given_their_place(cli, refused, monkeypatch):
 def test_published_files_that_have_moved_are_found_by_their_root(cli, own_copy, monkeypatch):
     roots = []
 
-    def load(name: str, root: str | None) -> object:
+    def load(name: str, root: str | None, roles: object) -> object:
         roots.append(root)
-        return registry.load(name, root)
+        return registry.load(name, root, roles)
 
     monkeypatch.setattr("fedloom.api.load_data", load)
     assert cli("resume", own_copy, "--rounds", 3, "--data-root", "elsewhere", "--quiet").code == 0

@@ -237,10 +237,10 @@ def test_what_is_chosen_is_written_in_place_too(monkeypatch: pytest.MonkeyPatch)
     def step(_: Any, carry: Any, batch: tuple[torch.Tensor]) -> Any:
         return chosen(batch[0] > 0, carry * 2, carry)
 
-    traces, one = Traces(), torch.ones(3)
+    traces, one = Traces([]), torch.ones(3)
     found = steps_of(traces, step, one, torch.tensor(1.0), torch.tensor(-1.0), torch.tensor(1.0))
     assert found.tolist() == [4.0] * 3 and one.tolist() == [1.0] * 3
-    (run,) = traces._traced.values()
+    (run,) = traces._forms.kept.values()
     (last,) = (node for node in run.__self__.graph.nodes if node.target is torch.lerp)
     assert "out" in last.kwargs
 

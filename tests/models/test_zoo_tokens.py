@@ -127,8 +127,9 @@ def test_steps_can_be_traced(network, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["label", "labels"])
 def test_files_for_other_programs(network, form: str, per_token: bool, tmp_path: Path) -> None:
     model = built(network, per_token).float()
+    tokens = Tokens(VOCABULARY, per_token)
     # it is read back and compared with the model, for several sizes of batches
-    assert write_portable(tmp_path / "m", form, model, (LENGTH,), {}, Tokens(VOCABULARY, per_token)).is_file()
+    assert write_portable(tmp_path / "m", form, model, (LENGTH,), {}, tokens=tokens).is_file()
 
 
 def test_what_fits_is_told() -> None:
