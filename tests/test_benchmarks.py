@@ -28,7 +28,11 @@ def loaded(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert spec and spec.loader
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(FOLDER))  # as for a script: one benchmark may import from another
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
     return module
 
 
