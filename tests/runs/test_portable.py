@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.adaptation import prior
+from fedloom.adaptation.trial import Trusted
 from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.data.registry import load as load_data
 from fedloom.models.spec import parse
@@ -79,7 +80,8 @@ def test_a_newcomers_adapted_model(
     trained, tmp_path: Path, name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # after so little training the correction gains nothing that is clear, and would not be used
-    monkeypatch.setattr(prior, "trusted", lambda trial, number, labelled: (torch.ones_like(number), torch.tensor(0)))
+    wholly = Trusted(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0))
+    monkeypatch.setattr(prior, "trusted", lambda trial, number, labelled: wholly)
     run = trained(name, adapt="prior")
     arrays = load_data("digits")
     x = torch.as_tensor(arrays.x[arrays.y == 3][:20])
