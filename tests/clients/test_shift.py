@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from fedloom.clients.shift import apply_shift, shifts
+from fedloom.clients.shift import apply_shift, shifts, with_cameras
 from fedloom.core.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -100,3 +100,24 @@ def test_errors() -> None:
         apply_shift(IMAGES, "rotation", float("nan"), 0)
     with pytest.raises(ConfigError, match=r"Got low=1 and high=0; black \(low\) must lie below white"):
         apply_shift(IMAGES, "blur", None, 0, low=1, high=0)
+
+
+def test_each_client_has_a_camera_of_its_own():
+    """Brightness by a factor from U(0.5, 2): one for all images of a client, another for another."""
+    x = np.random.default_rng(0).uniform(0.1, 0.4, (6, 1, 4, 4)).astype(np.float32)
+    rows = {"a": np.array([0, 2, 4]), "b": np.array([1, 3, 5])}
+    shifted = with_cameras(x, rows, "brightness:2", 1, low=0, high=1)
+    factors = (shifted / x).reshape(6, -1)
+    assert np.allclose(factors, factors[:, :1], rtol=1e-4)
+    a, b = factors[0, 0], factors[1, 0]
+    assert np.allclose(factors[:, 0], [a, b] * 3, rtol=1e-4) and abs(a - b) > 0.01
+    assert min(a, b) >= 0.5 and max(a, b) <= 2
+    alone = with_cameras(x, {"b": rows["b"]}, "brightness:2", 1, low=0, high=1)
+    assert np.array_equal(alone[rows["b"]], shifted[rows["b"]]) and np.array_equal(alone[rows["a"]], x[rows["a"]])
+
+
+@pytest.mark.parametrize("given", ["rotation:x", "brightness:0.4", "rotation:inf", "rotation:nan", "", "spin"])
+def test_cameras_that_cannot_be_are_refused(given):
+    x, rows = np.zeros((2, 1, 4, 4), np.float32), {"a": np.arange(2)}
+    with pytest.raises(ConfigError, match=r"Unknown shift|greatest strength"):
+        with_cameras(x, rows, given, 0, low=0, high=1)

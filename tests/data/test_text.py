@@ -112,7 +112,7 @@ def test_what_is_not_leafs_is_refused_in_a_sentence(tmp_path: Path, content: str
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("long enough")
     (tmp_path / "b.txt").write_text("no")
-    with pytest.raises(DataError, match=r"1 texts too short to train on, b.txt among them; expected at least 3"):
+    with pytest.raises(DataError, match=r"1 texts too short to train on, b among them; expected at least 3"):
         load(tmp_path)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe text")
     with pytest.raises(DataError, match=r"b.txt cannot be read as text in UTF-8"):

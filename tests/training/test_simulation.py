@@ -484,6 +484,24 @@ def test_a_shift_leaves_the_given_arrays_alone() -> None:
     np.testing.assert_allclose(built.federation.x[torch.as_tensor(rows)], (before[rows] - low) / 2 + low, rtol=1e-5)
 
 
+def test_every_client_can_have_a_camera_of_its_own() -> None:
+    """All of a client's images are changed alike, and those of other clients in other ways."""
+    x = np.random.default_rng(0).uniform(0.1, 0.4, (40, 1, 6, 6)).astype(np.float32)
+    x[0], x[1] = 0, 1  # black and white
+    arrays = from_arrays(x, np.arange(40) % 2)
+    built = simulation(arrays=arrays, clients=2, unseen=1, client_shift="brightness:2")
+    factors = {}
+    for client, member in built.federation.roster.items():
+        rows = [row for row in member.of("all").tolist() if row > 1]
+        ratio = built.federation.x[torch.as_tensor(rows)].numpy() / x[rows]
+        factors[client] = float(ratio.mean())
+        np.testing.assert_allclose(ratio, factors[client], rtol=1e-4)
+    assert len({round(factor, 4) for factor in factors.values()}) == 3
+    with pytest.raises(ConfigError, match="--client-shift changes images, and these samples are tokens"):
+        tokens = from_arrays(np.arange(80).reshape(40, 2), np.arange(40) % 2)
+        simulation(arrays=tokens, model="gru", partition="iid", client_shift="blur")
+
+
 def test_clients_that_the_data_name_stay_as_they_are() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((60, 4)).astype(np.float32), np.arange(60) % 3

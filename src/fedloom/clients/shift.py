@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature shifts: the sensor and environment corruptions of IT-PFL-HN section 6.6, for unseen clients.
+"""Feature shifts: the sensor and environment corruptions of IT-PFL-HN section 6.6, for unseen clients or for each.
 
 blur        7 x 7 Gaussian filter, sigma from U(0.1, 2.0) pixels
 rotation    counter-clockwise about the centre, angle from U(0, 15) degrees, bilinear, filled with black
@@ -7,14 +7,15 @@ brightness  colours times a factor from U(0.5, 1.5)
 contrast    away from or towards the image's mean grey by a factor from U(0.5, 1.5)
 saturation  away from or towards the pixel's grey by a factor from U(0.5, 1.5)
 
-A fixed strength applies to every image; without one, each image draws its own.
+A fixed strength applies to every image; without one, each image draws its own. With a camera for each client
+(``with_cameras``) a client draws one strength for all of its images.
 
 Images are usually normalised already, so "black" and "white" are not 0 and 1. Every shift works on values
 mapped to [0, 1] by ``low`` (black) and ``high`` (white), clips to that range, and maps back.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +74,44 @@ def apply_shift(
         drawn = np.full(len(x), strength)
     shifted = shift.apply(unit, drawn.astype(np.float32).reshape(-1, 1, 1, 1))
     return (np.clip(shifted, 0, 1) * span + black).astype(np.float32)
+
+
+def with_cameras(
+    x: Images,
+    rows: Mapping[str, np.ndarray],
+    names: str,
+    seed: int,
+    *,
+    low: float | np.ndarray | None = None,
+    high: float | np.ndarray | None = None,
+) -> Images:
+    """Images of which each client's ``rows`` are shifted by strengths of its own: a new array.
+
+    ``names`` are shifts separated by commas, each perhaps with the greatest strength to draw: ``rotation:40,blur``.
+    """
+    x = x.astype(np.float32)  # a copy
+    for name, strongest in map(_ranged, names.split(",")):
+        for client, own in rows.items():
+            drawn = float(stream(seed, client, "camera", name).uniform(_SHIFTS[name].weakest, strongest))
+            x[own] = apply_shift(x[own], name, drawn, seed, low=low, high=high)
+    return x
+
+
+def _ranged(given: str) -> tuple[str, float]:
+    """A shift's name, and the greatest strength to draw."""
+    name, _, number = given.strip().partition(":")
+    shift = _SHIFTS.get(name)
+    if shift is None:
+        raise unknown("shift", name, _SHIFTS)
+    try:
+        strongest = float(number) if number else shift.strongest
+    except ValueError:
+        strongest = math.nan
+    if not shift.weakest < strongest < math.inf:
+        raise ConfigError(
+            f"Got {given!r} as a shift; after the colon give the greatest strength, a number above {shift.weakest:g}."
+        )
+    return name, strongest
 
 
 def _blur(x: Images, sigma: Images) -> Images:

@@ -59,23 +59,28 @@ def from_texts(path: str | Path, length: int = LENGTH) -> Arrays:
         raise DataError(f"{path} holds no .txt file; expected one text per client.")
     if length < 1:
         raise DataError(f"Got sequences of {length} characters; expected at least 1.")
-    parts = {file: _parts(_read(file)) for file in files}
-    short = [file.name for file, own in parts.items() if len(own["train"]) < 2]
+    return of_texts(path.resolve().name, {file.stem: _read(file) for file in files}, length)
+
+
+def of_texts(name: str, texts: Mapping[str, str], length: int = LENGTH) -> Arrays:
+    """A dataset from a text for each client: sequences whose characters' labels are the next ones."""
+    parts = {client: _parts(text) for client, text in texts.items()}
+    short = [client for client, own in parts.items() if len(own["train"]) < 2]
     if short:
         raise DataError(
-            f"{path} has {len(short)} texts too short to train on, {short[0]} among them; expected at least 3 "
+            f"{name} has {len(short)} texts too short to train on, {short[0]} among them; expected at least 3 "
             "characters in each. Leave them out."
         )
     alphabet = alphabet_of(own["train"] for own in parts.values())
     sequences = [
-        (file.stem, split, *pair)
-        for file, own in parts.items()
+        (client, split, *pair)
+        for client, own in parts.items()
         for split, text in own.items()
         for pair in _sequences(encode(text, alphabet), length)
     ]
     clients, splits, x, y = zip(*sequences)
     return Arrays(
-        name=path.resolve().name,
+        name=name,
         x=np.stack(x),
         y=np.stack(y),
         num_classes=len(alphabet),

@@ -25,8 +25,8 @@ NOT_COMPARED = ("method", "adapt", "seed", "data_root", "keep", "tracker")
 
 
 FEDERATION = (
-    "dataset", "partition", "clients", "unseen", "unseen_partition", "unseen_shift", "unseen_shift_strength",
-    "val_share", "test_share", "task",
+    "dataset", "partition", "clients", "unseen", "unseen_partition", "client_shift", "unseen_shift",
+    "unseen_shift_strength", "val_share", "test_share", "task",
 )  # fmt: skip
 """What a config says of the data: numbers of runs that differ in it tell nothing of their methods."""
 

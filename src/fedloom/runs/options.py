@@ -43,6 +43,11 @@ class RunOptions:
     split_by: str | None = option(
         None, "A grouping whose samples stay together when validation and test data are cut, e.g. recording."
     )
+    client_shift: str | None = option(
+        None,
+        "A change of every client's images by a strength of its own, as if each had its own camera: shifts separated "
+        "by commas, each perhaps with the greatest strength to draw, e.g. rotation:40,brightness.",
+    )
     unseen_shift: str | None = option(None, "A change of the unseen clients' images, e.g. blur or rotation.")
     unseen_shift_strength: float | None = option(None, "Strength of --unseen-shift; without it, drawn for each image.")
     val_share: float = option(0.15, "Share of the training data kept for validation.", low=0, high=0.9)

@@ -13,7 +13,7 @@ import torch
 
 from fedloom.clients.federation import SPLITS, Federation, federate
 from fedloom.clients.partition import POOLS, Partition, apart_groups, partition
-from fedloom.clients.shift import apply_shift
+from fedloom.clients.shift import apply_shift, with_cameras
 from fedloom.clients.windows import leak
 from fedloom.core.contract import Needs, Sent, Setup
 from fedloom.core.errors import ConfigError
@@ -275,13 +275,17 @@ def federation_of(
 
     models, others = networks(names), networks(options.unseen_model or "")
     x = arrays.x
-    if options.unseen_shift:
-        held = [rows for c in parts.clients if c.unseen for rows in (c.train, c.val, c.test)]
-        rows = np.concatenate([np.empty(0, dtype=np.int64), *held])
-        if arrays.vocabulary:
-            raise ConfigError("--unseen-shift changes images, and these samples are tokens. Leave it out.")
-        x = x.copy()
+    if (options.client_shift or options.unseen_shift) and arrays.vocabulary:
+        flag = "--client-shift" if options.client_shift else "--unseen-shift"
+        raise ConfigError(f"{flag} changes images, and these samples are tokens. Leave it out.")
+    held = {c.id: np.concatenate([c.train, c.val, c.test]) for c in parts.clients}
+    if options.client_shift or options.unseen_shift:
         low, high = (x.min(), x.max()) if preparation is None else preparation.ends
+    if options.client_shift:
+        x = with_cameras(x, held, options.client_shift, options.seed, low=low, high=high)
+    if options.unseen_shift:
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *(held[c.id] for c in parts.clients if c.unseen)])
+        x = x.copy()
         x[rows] = apply_shift(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
