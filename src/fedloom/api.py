@@ -30,6 +30,7 @@ from fedloom.progress import Display, display
 from fedloom.reports.facts import facts_of
 from fedloom.reports.report import ON_DEMAND, figure, snippet
 from fedloom.reports.report import write as write_report
+from fedloom.robust.poison import BACKDOOR, TRIGGERED
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export
@@ -311,14 +312,14 @@ class Run:
 
     def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
         """Every participant's score on a split of its own data: train, val, test or all."""
-        return self.simulation.evaluate(_checked(split))
+        return self.simulation.evaluate(_checked(split, self.directory))
 
     def evaluate_global(self, split: str = "test", *, unseen: bool = False) -> dict[ClientId, Any]:
         """The score of the method's global model, if it has one, on every participant's own data.
 
         ``unseen``: on the data of each client that was held out instead. Nothing is trained on them.
         """
-        return self.simulation.evaluate_global(_checked(split), unseen=unseen)
+        return self.simulation.evaluate_global(_checked(split, self.directory), unseen=unseen)
 
     def evaluate_unseen(self, split: str = "test", mode: str = "admit", samples: int = 0) -> dict[str, float]:
         """Metrics of the clients that were held out, on a split of their own data; ``all``: on their whole data.
@@ -327,14 +328,14 @@ class Run:
         mode, get participants' models: sampled, ensemble or nearest.
         """
         simulation = self.for_newcomers.simulation
-        return simulation.evaluation_of_unseen(_checked(split), mode, samples).metrics
+        return simulation.evaluation_of_unseen(_checked(split, self.directory), mode, samples).metrics
 
     def mix(self, split: str = "test") -> dict[str, Any]:
         """Every participant's output layer on every participant's body, tried on its own data (pFedHN, Fig. 3).
 
         ``metric[i][j]`` is the output layer of ``client[i]`` on the body of ``client[j]``. Kept in the run directory.
         """
-        scores = self.simulation.mixed(_checked(split))
+        scores = self.simulation.mixed(_checked(split, self.directory))
         if not scores:
             raise RunError(f"No client of {self.path} has {split} data; choose another split.")
         clients = list(scores)
@@ -351,7 +352,7 @@ class Run:
     def admission_curve(self, split: str = "test") -> dict[str, Any]:
         """How unseen clients fare while they are admitted, round by round. Kept in the run directory."""
         run = self.for_newcomers
-        points = run.simulation.admission_curve(_checked(split))
+        points = run.simulation.admission_curve(_checked(split, self.directory))
         if not points:
             raise RunError(f"{self.path} held no clients out of training; run with --unseen to hold some out.")
         found = {"round": run.server.round, "split": split, "points": points}
@@ -529,9 +530,10 @@ def _check_as_trained(simulation: Simulation, method: str, trained: Mapping[str,
         )
 
 
-def _checked(split: str) -> str:
-    if split not in (*SPLITS, "all"):
-        raise unknown("split", split, [*SPLITS, "all"])
+def _checked(split: str, directory: RunDirectory) -> str:
+    known = [*SPLITS, "all", *([TRIGGERED] if directory.config.get("attack") == BACKDOOR else [])]
+    if split not in known:
+        raise unknown("split", split, known)
     return split
 
 

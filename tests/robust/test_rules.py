@@ -7,42 +7,49 @@ import pytest
 import torch
 
 from fedloom.core.errors import ConfigError
-from fedloom.robust.rules import RULES, parse
+from fedloom.robust.rules import RULES, check_cohort, parse
 
 HONEST = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [2.0, 2.0]])
 
 
-def combined(text: str, changes: torch.Tensor) -> tuple[list[float], list[bool]]:
+def combined(text: str, changes: torch.Tensor) -> tuple[list[float], list[float]]:
     rule, liars = parse(text)
     found = rule(changes, liars, 1)
     return found.change.tolist(), found.kept.tolist()
 
 
 def test_the_median_of_each_number() -> None:
-    """Of 1, 2, 3, 2 and 9 it is 2; of 2, 1, 3, 2 and 9 too. Of four numbers it is the mean of the two in the middle."""
+    """Of 1, 2, 3, 2 and 9 it is 2; of 2, 1, 3, 2 and 9 too. Of four numbers it is the mean of the two in the middle.
+
+    Of two numbers by three clients, client 1 is in the middle of the first and client 2 in that of the second."""
     with_liar = torch.cat([HONEST, torch.tensor([[9.0, 9.0]])])
-    assert combined("median", with_liar) == ([2.0, 2.0], [True] * 5)
-    assert combined("median", torch.tensor([[1.0], [2.0], [4.0], [9.0]]))[0] == [3.0]
+    assert combined("median", with_liar)[0] == [2.0, 2.0]
+    assert combined("median", torch.tensor([[1.0], [2.0], [4.0], [9.0]])) == ([3.0], [0.0, 1.0, 1.0, 0.0])
+    assert combined("median", torch.tensor([[1.0, 9.0], [2.0, 1.0], [3.0, 5.0]]))[1] == [0.0, 0.5, 0.5]
 
 
 def test_the_trimmed_mean_of_each_number() -> None:
     """Without the least and the greatest: (2 + 2 + 3) / 3 of 1, 2, 3, 2, 9, and of 2, 1, 3, 2, 9 the same."""
     with_liar = torch.cat([HONEST, torch.tensor([[9.0, 9.0]])])
-    assert combined("trimmed:1", with_liar)[0] == pytest.approx([7 / 3, 7 / 3])
+    change, kept = combined("trimmed:1", with_liar)
+    assert change == pytest.approx([7 / 3, 7 / 3])
+    assert kept == [0.5, 0.5, 1.0, 1.0, 0.0]
 
 
 def test_krum_takes_the_one_in_the_thick_of_it() -> None:
     """Six clients, one liar: of each the 3 nearest count. Squared distances of 0, 1, 2, 3, 4 and 100 on a line: the
     sums are 1+4+9, 1+1+4, 1+1+4, 1+1+4, 1+4+9: the first of the least, that of 1."""
     line = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [100.0]])
-    assert combined("krum:1", line) == ([1.0], [False, True, False, False, False, False])
+    assert combined("krum:1", line) == ([1.0], [0, 1, 0, 0, 0, 0])
 
 
 def test_the_geometric_median_of_three_corners() -> None:
     """Of the corners of an equilateral triangle it is the centre; of three points on a line the middle one."""
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 3**0.5 / 2]])
     assert combined("geomedian", corners)[0] == pytest.approx([0.5, 3**0.5 / 6], abs=1e-3)
-    assert combined("geomedian", torch.tensor([[0.0], [1.0], [50.0]]))[0] == pytest.approx([1.0], abs=1e-2)
+    change, kept = combined("geomedian", torch.tensor([[0.0], [1.0], [50.0]]))
+    assert change == pytest.approx([1.0], abs=1e-2)
+    assert kept[1] == 1 and kept[0] < 0.1 and kept[2] < kept[0]
 
 
 def test_dnc_leaves_out_those_that_stick_out_together() -> None:
@@ -81,3 +88,10 @@ def test_few_replies_are_no_reason_to_fail(name: str, number: int) -> None:
 def test_what_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse(text)
+
+
+def test_a_rule_for_half_of_the_clients_is_refused() -> None:
+    check_cohort("krum:2", 5)
+    check_cohort("median", 1)
+    with pytest.raises(ConfigError, match="made for 2 that lie of the 4 clients"):
+        check_cohort("trimmed:2", 4)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 import fedloom
+from fedloom import algorithms
 from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.core.trees import PerClient, leaves
 from fedloom.robust.attacks import ATTACKS, alie, liars
+from fedloom.robust.servers import with_bounded_weights
 
 CLIENTS = tuple(map(str, range(10)))
 
@@ -27,6 +31,14 @@ def accuracy(run: fedloom.Run) -> float:
     return run.summary["last"]["deployed/participants/test/accuracy"]
 
 
+@pytest.fixture(scope="module")
+def controls(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
+    """The accuracy without liars, and of the mean with them."""
+    folder = tmp_path_factory.mktemp("controls")
+    fallen = train(folder / "mean", malicious=0.2, attack="scale")
+    return accuracy(train(folder / "honest")), accuracy(fallen)
+
+
 def test_liars_are_drawn_by_the_seed() -> None:
     drawn = liars(CLIENTS, 0.3, 0)
     assert len(drawn) == 3 and drawn == liars(CLIENTS, 0.3, 0) != liars(CLIENTS, 0.3, 1)
@@ -39,19 +51,25 @@ def test_a_little_is_enough_by_hand() -> None:
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed:2", "krum:2", "geomedian", "dnc:2"])
-def test_rules_hold_where_the_mean_falls(rule: str, tmp_path: Path) -> None:
+def test_rules_hold_where_the_mean_falls(rule: str, controls: tuple[float, float], tmp_path: Path) -> None:
     """Two of ten send ten times the opposite; the controls are a run without them, and the mean."""
-    honest = accuracy(train(tmp_path / "honest"))
-    fallen = accuracy(train(tmp_path / "mean", malicious=0.2, attack="scale"))
+    honest, fallen = controls
     held = accuracy(train(tmp_path / "rule", malicious=0.2, attack="scale", aggregate=rule))
     assert fallen < 0.4 < 0.75 < honest and held > honest - 0.15
 
 
 def test_who_was_left_out_is_recorded(tmp_path: Path) -> None:
     run = train(tmp_path / "run", malicious=0.2, attack="scale", aggregate="dnc:2", rounds=2)
-    table = run.directory.records()[-1]["tables"]["kept"]
-    left_out = {client for client, (kept,) in zip(table["client"], table["values"]) if not kept}
-    assert liars(CLIENTS, 0.2, 0) < left_out and len(left_out) == 3
+    record = run.directory.records()[-1]
+    table, lying = record["tables"]["kept"], liars(CLIENTS, 0.2, 0)
+    assert table["columns"] == ["kept", "lies"]
+    rows = dict(zip(table["client"], table["values"]))
+    left_out = {client for client, (kept, _) in rows.items() if not kept}
+    assert lying < left_out and len(left_out) == 3
+    assert {client for client, (_, lies) in rows.items() if lies} == lying
+    told = record["diagnostics"]
+    assert told["left_out"] == pytest.approx(3 / 10) and told["liars_left_out"] == 1
+    assert told["honest_left_out"] == pytest.approx(1 / 8)
 
 
 def test_the_plain_mean_counts_each_client_once(tmp_path: Path) -> None:
@@ -62,7 +80,7 @@ def test_the_plain_mean_counts_each_client_once(tmp_path: Path) -> None:
         assert torch.allclose(a, b, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", [*ATTACKS, "label_flip"])
+@pytest.mark.parametrize("kind", [*ATTACKS, "label_flip", "backdoor"])
 def test_every_attack_runs_and_repeats_bit_for_bit(kind: str, tmp_path: Path) -> None:
     one, other = (train(tmp_path / str(i), malicious=0.3, attack=kind, rounds=2).model("1") for i in range(2))
     plain = train(tmp_path / "plain", rounds=2).model("1")
@@ -81,10 +99,69 @@ def test_only_liars_train_on_wrong_labels(tmp_path: Path) -> None:
         assert np.array_equal(y[own.rows["test"]], right[own.rows["test"]])
 
 
-def test_a_loom_can_be_lied_to_but_has_no_rule(tmp_path: Path) -> None:
-    assert train(tmp_path / "run", "pfedhn", malicious=0.2, rounds=1, cohort=3).summary["finished"]
-    with pytest.raises(NeedsError, match="only means"):
-        train(tmp_path / "rule", "pfedhn", aggregate="median")
+LOOM = {"server_step": "cohort_mean", "server_lr": 0.02}
+
+
+def test_a_loom_falls_to_lies_and_its_rule_holds(tmp_path: Path) -> None:
+    lies = {"malicious": 0.2, "attack": "scale", "rounds": 30, "eval_every": 30}
+    held = accuracy(train(tmp_path / "rule", "pfedhn", aggregate="trimmed:2", **lies, **LOOM))
+    fallen = accuracy(train(tmp_path / "mean", "pfedhn", aggregate="mean", **lies, **LOOM))
+    assert fallen < 0.3 < 0.6 < held
+
+
+@pytest.mark.parametrize("descriptor", ["trainable", "class_shares"])
+def test_the_mean_of_a_looms_gradients_is_the_step_of_the_cohort(descriptor: str, tmp_path: Path) -> None:
+    options = {**LOOM, "rounds": 3, "dtype": "float64", "descriptor": descriptor, "cohort": 4, "server_clip": 0.0}
+    one, other = (train(tmp_path / name, "pfedhn", aggregate=name, **options) for name in ("", "mean"))
+    for name in ("loom", "embeddings"):
+        a, b = (getattr(run.server.plain(run.server.state), name) for run in (one, other))
+        for path, leaf in leaves({"all": a}):
+            assert torch.allclose(leaf, dict(leaves({"all": b}))[path], atol=1e-12)
+
+
+def test_a_lie_does_not_shorten_the_steps_of_others(tmp_path: Path) -> None:
+    """Plain clipping is by the norm of everything together; a huge reply leaves nothing of the others."""
+    options = {**LOOM, "server_clip": 1.0, "rounds": 1, "malicious": 0.1, "attack": "scale", "aggregate": "median"}
+    run, before = (train(tmp_path / str(rounds), "pfedhn", **{**options, "rounds": rounds}) for rounds in (1, 0))
+    moved = (run.server.state.embeddings - before.server.state.embeddings).norm(dim=1)
+    assert moved.min() > 0.05 * moved.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        ("pfedhn", {}, "--server-step cohort_mean"),
+        ("pfedhn", {**LOOM, "model": "mlp:hidden=4,mlp:hidden=5"}, "Give one --model"),
+        ("mh_pfedhn", {"server_step": "cohort_mean"}, "only means"),
+        ("hypergenfl", {}, "only means"),
+    ],
+)
+def test_methods_without_one_step_have_no_rule(method: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(NeedsError, match=why):
+        train(tmp_path / "rule", method, **{**options, "aggregate": "median", "rounds": 1})
+
+
+def test_a_claimed_number_of_samples_counts_within_its_bound(tmp_path: Path) -> None:
+    """One of ten claims a thousand times its samples: the mean is its own, unless that is bounded."""
+    lies = {"malicious": 0.1, "attack": "overclaim"}
+    fallen = accuracy(train(tmp_path / "fallen", **lies))
+    held = accuracy(train(tmp_path / "held", max_weight=2.0, **lies))
+    assert fallen < 0.3 < 0.6 < held
+
+
+def test_the_bound_on_weights_by_hand(tmp_path: Path) -> None:
+    """Of 10, 20, 30 and 4000 samples the lower median is 20: twice that is the most that counts."""
+    seen: list[list[float]] = []
+
+    def round(setup: Any, state: Any, cohort: Any, ask: Any) -> Any:
+        ((_, tree),) = ask(None, {}, {}).groups
+        seen.append(tree["num_samples"].tolist())
+        return state, {}
+
+    replies = PerClient([(("a", "b", "c", "d"), {"num_samples": torch.tensor([10.0, 20.0, 30.0, 4000.0])})])
+    bounded = with_bounded_weights(replace(algorithms.get("fedavg"), round=round), 2.0)
+    bounded.round(None, None, None, lambda *_: replies)
+    assert seen == [[10.0, 20.0, 30.0, 40.0]]
 
 
 def test_methods_without_changes_cannot_be_lied_to_by_changing_them(tmp_path: Path) -> None:

@@ -236,6 +236,11 @@ def steps(config: Config) -> int:
     return config.admit_rounds if config.learned else 0
 
 
+def one_step(config: Config) -> bool:
+    """Whether a round is one step of the loom."""
+    return config.server_step == "cohort_mean"
+
+
 def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     """A client trains what was woven for it; if embeddings are label shares, it also tells those."""
     return [config.train(), *([] if config.learned else [label_shares()])]
@@ -255,6 +260,7 @@ ALGORITHM = Algorithm(
     init=init,
     send=send,
     round=round,
+    one_step=one_step,
     averaged=("loom",),
     programs=programs,
     admit=admit,

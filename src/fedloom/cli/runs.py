@@ -80,7 +80,12 @@ def resume(
 def evaluate(
     run: RunPath,
     which: Which = None,
-    split: Annotated[str, typer.Option(metavar="test|val|train|all", help="Which of the clients' own data.")] = "test",
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="test|val|train|all", help="Which of the clients' own data; triggered, too, with --attack backdoor."
+        ),
+    ] = "test",
     unseen: Annotated[bool, typer.Option("--unseen", help="The clients held out of training instead.")] = False,
     mode: Annotated[
         str,

@@ -317,6 +317,8 @@ class Setup(Generic[C]):
     ``name`` must fix whatever the function uses besides its arguments."""
     elsewhere: Callable[[Any], Any] | None = None
     """``elsewhere(loom)`` is a loom of the same structure whose parameters are on another machine, which weaves."""
+    combine: Callable[[Sequence[ClientId], Tensor], Tensor] | None = None
+    """``combine(clients, gradients)`` stands for the mean of clients' gradients of the loom, (clients, numbers)."""
 
     @property
     def common_seed(self) -> int:
@@ -560,6 +562,9 @@ class Algorithm(Structural):
     means: tuple[str, ...] = ()
     """The branches of replies of which the server uses the weighted mean over clients and nothing else; empty: it needs
     single replies. Such a method asks once a round (``--dp-noise``)."""
+    one_step: Callable[[Any], bool] | None = None
+    """By config, whether a round is one step of the loom on the mean of the clients' gradients of it, for which
+    ``Setup.combine`` can stand (``--aggregate``), and nothing else of their replies goes into what clients share."""
     averaged: tuple[str, ...] = ()
     """The fields of the state that can be averaged over rounds (``--average``): a global model, a loom."""
     settle: Callable[[Setup[Any], Any, Ask], Any] | None = None

@@ -76,6 +76,7 @@ def _app(folder: Path, method: str, options: RunOptions, config: Any, federation
         "vocabulary": model.tokens.vocabulary if model.tokens else 0,
         "networks": ",".join(name for name in _names(options) if ":" in name),
         "quorum": 0.0,
+        "max_weight": options.max_weight,
         "deliver": False,
     }
     shared = {name: getattr(options, name) for name in SHARED if getattr(options, name) is not None}

@@ -125,6 +125,8 @@ def outer_steps(
 
     Not ``learned``: the rows are fixed, and have no part in the norm that is clipped.
     """
+    if setup.combine:
+        return _combined_step(setup, loom, phi, table, memory, replies, learned=learned)
     outer, groups = setup.config.outer(), [members for members, _ in replies.groups]
     places = [(g, row) for g, members in enumerate(groups) for row in range(len(members))]
     clients = [groups[g][row] for g, row in places]
@@ -172,6 +174,43 @@ def outer_steps(
         memory["momentum"] = {**moving, "embeddings": momentum["embeddings"]}
     after = {**({"values": values} if learned else {}), "speeds": speeds, "seen": steps + 1}
     return phi, *_write(table, memory, at, after)
+
+
+def _combined_step(
+    setup: Setup[Any], loom: Loom, phi: Params, table: Tensor, memory: Tree, replies: PerClient, *, learned: bool
+) -> tuple[Params, Tensor, Tree]:
+    """One step on phi along what ``setup.combine`` makes of single replies, and on each row along its own reply.
+
+    Rows are clipped each by itself: a lie must not shorten the steps of others.
+    """
+    assert setup.combine
+    outer, clients = setup.config.outer(), sorted(replies, key=lambda client: setup.rows([client]))
+    at = to_device(setup.rows(clients), table.device)
+    before = _read(table, memory, at)
+    values, speeds = before["values"], before["speeds"]
+    if learned:
+        values, speeds = outer.coast(values, speeds, memory["steps"] - before["seen"])
+    gradients, rows = [], []
+    for row, client in enumerate(clients):
+        grads, v_grad = pull_back(
+            setup, loom, phi, values[row : row + 1], [client], PerClient([([client], replies.pick([client]))])
+        )
+        gradients.append(torch.cat([grads[name].flatten() for name in phi]))
+        own = {"embeddings": v_grad / len(clients) if learned else torch.zeros_like(v_grad)}
+        speed = {"momentum": {"embeddings": speeds[row : row + 1]}} if outer.momentum else {}
+        after, state = outer.update({"embeddings": values[row : row + 1]}, own, speed)
+        rows.append((after["embeddings"], state.get("momentum", {"embeddings": speeds[row : row + 1]})["embeddings"]))
+    whole = torch.split(setup.combine(clients, torch.stack(gradients)), [phi[name].numel() for name in phi])
+    moved = {name: part.reshape(phi[name].shape) for name, part in zip(phi, whole)}
+    moving = {"momentum": {name: memory["momentum"][name] for name in phi}} if outer.momentum else {}
+    phi, state = outer.update(phi, moved, moving)
+    if outer.momentum:
+        memory = {**memory, "momentum": {**state["momentum"], "embeddings": memory["momentum"]["embeddings"]}}
+    memory = {**memory, "steps": memory["steps"] + 1}
+    now = {"speeds": torch.cat([speed for _, speed in rows]), "seen": memory["steps"].expand(len(clients))}
+    if learned:
+        now["values"] = torch.cat([value for value, _ in rows])
+    return phi, *_write(table, memory, at, now)
 
 
 def _step_in_place(outer: Optimiser, params: Params, grads: Params, state: Tree) -> tuple[Params, Tree]:

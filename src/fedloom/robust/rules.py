@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that combine replies of which some may be lies, in the place of their mean. Each client counts once.
 
-They take the clients' changes as rows of a matrix, and give one change. Those that choose say which rows they left out.
+They take the clients' changes as rows of a matrix, and give one change, with the share of each row that went into it.
 A rule is written with its number: ``krum:2`` is made for two liars.
 """
 
@@ -25,32 +25,31 @@ class Combined(NamedTuple):
     """What a rule made of the changes."""
 
     change: Tensor  # (numbers,)
-    kept: Tensor  # (clients,) bool
+    kept: Tensor  # (clients,), from 0 to 1: how much of each counts, as a share of its numbers or of an equal weight
 
 
 Rule = Callable[[Tensor, int, int], Combined]
 """(changes, how many may be lies, the round) -> what is made of them."""
 
 
-def _all(changes: Tensor) -> Tensor:
-    return torch.ones(len(changes), dtype=torch.bool, device=changes.device)
-
-
 def mean(changes: Tensor, liars: int, round: int) -> Combined:
     """The mean, each client counted once."""
-    return Combined(changes.mean(0), _all(changes))
+    return Combined(changes.mean(0), torch.ones_like(changes[:, 0]))
 
 
 def median(changes: Tensor, liars: int, round: int) -> Combined:
     """The median of each number (Yin, Chen, Ramchandran, Bartlett 2018). Of two in the middle, their mean."""
-    ordered, middle = changes.sort(0).values, len(changes) // 2
-    return Combined((ordered[middle] + ordered[(len(changes) - 1) // 2]) / 2, _all(changes))
+    low, high = (len(changes) - 1) // 2, len(changes) // 2
+    ordered, whose = changes.sort(0)
+    return Combined((ordered[high] + ordered[low]) / 2, _shares(changes, whose[low : high + 1]))
 
 
 def trimmed(changes: Tensor, liars: int, round: int) -> Combined:
     """The mean of each number without its largest and smallest values, as many as may be lies (Yin et al. 2018)."""
     liars = min(liars, (len(changes) - 1) // 2)
-    return Combined(changes.sort(0).values[liars : len(changes) - liars].mean(0), _all(changes))
+    inner = slice(liars, len(changes) - liars)
+    ordered, whose = changes.sort(0)
+    return Combined(ordered[inner].mean(0), _shares(changes, whose[inner]))
 
 
 def krum(changes: Tensor, liars: int, round: int) -> Combined:
@@ -60,8 +59,8 @@ def krum(changes: Tensor, liars: int, round: int) -> Combined:
     apart = torch.cdist(changes[None], changes[None], compute_mode="donot_use_mm_for_euclid_dist")[0].square()
     apart.fill_diagonal_(torch.inf)
     scores = apart.sort(1).values[:, :near].sum(1) if number > 1 else changes.new_zeros(1)
-    kept = ~_all(changes)
-    kept[scores.argmin()] = True
+    kept = torch.zeros_like(scores)
+    kept[scores.argmin()] = 1
     return Combined(changes[scores.argmin()], kept)
 
 
@@ -71,7 +70,7 @@ def geomedian(changes: Tensor, liars: int, round: int) -> Combined:
     for _ in range(WEISZFELD_STEPS):
         weights = 1 / (changes - point).norm(dim=1).clamp(min=1e-6)
         point = (weights[:, None] * changes).sum(0) / weights.sum()
-    return Combined(point, _all(changes))
+    return Combined(point, (len(changes) * weights / weights.sum()).clamp(max=1))
 
 
 def dnc(changes: Tensor, liars: int, round: int) -> Combined:
@@ -86,10 +85,15 @@ def dnc(changes: Tensor, liars: int, round: int) -> Combined:
     # the first right singular vector, by the small matrix of the clients
     _, vectors = torch.linalg.eigh(centred @ centred.T)
     scores = vectors[:, -1].square()
-    kept = _all(changes)
+    kept = torch.ones_like(changes[:, 0])
     if out:
-        kept[scores.topk(out).indices] = False
-    return Combined(changes[kept].mean(0), kept)
+        kept[scores.topk(out).indices] = 0
+    return Combined(changes[kept > 0].mean(0), kept)
+
+
+def _shares(changes: Tensor, whose: Tensor) -> Tensor:
+    """The share of each client's numbers that it is named for in ``whose`` (places, numbers)."""
+    return torch.bincount(whose.flatten(), minlength=len(changes)).to(changes.dtype) / changes.shape[1]
 
 
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in (mean, median, trimmed, krum, geomedian, dnc)}
@@ -106,3 +110,13 @@ def parse(text: str) -> tuple[Rule, int]:
         wanted = f"{name}:2, with how many clients of a round may lie" if name in NUMBERED else name
         raise ConfigError(f"--aggregate is {text!r}; write {wanted}.")
     return RULES[name], int(number or 0)
+
+
+def check_cohort(text: str, clients: float) -> None:
+    """Refuse a rule that is made for as many liars as no rule can hold out against."""
+    _, liars = parse(text)
+    if 2 * liars >= clients:
+        raise ConfigError(
+            f"--aggregate {text} is made for {liars} that lie of the {clients:g} clients of a round; no rule holds out "
+            "unless fewer than half lie. Give a smaller number, or a larger --cohort."
+        )

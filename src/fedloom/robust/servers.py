@@ -3,13 +3,19 @@
 
 The method gets what the rule made of the replies as if one client had given it. Numbers of samples do not count, as
 they would be the easiest lie.
+
+A method that steps a loom once a round on the mean of what it pulls back through it (``Algorithm.one_step``) has the
+rule over the clients' gradients of the loom. An embedding is one client's alone, and takes that client's own gradient.
+
+Without a rule, ``--max-weight`` bounds what a claimed number of samples can do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -24,31 +30,95 @@ from fedloom.robust.rules import Rule, parse
 def with_rule(algorithm: Algorithm, text: str) -> Algorithm:
     """``algorithm``, whose replies are combined by the rule that ``text`` names."""
     rule, liars = parse(text)
+    named = f"{algorithm.name}, {text}"
+    if algorithm.one_step:
+        own = partial(_round_of_loom, algorithm, rule, liars)
+        return replace(algorithm, name=named, init=partial(_init_of_loom, algorithm), round=own)
     if not algorithm.means:
         raise NeedsError(
             f"{algorithm.name} uses what single clients reply, and --aggregate is for methods that need only a mean "
             'over clients. `fedloom methods "only means"` lists them.'
         )
-    return replace(algorithm, name=f"{algorithm.name}, {text}", round=partial(_round, algorithm, rule, liars))
+    return replace(algorithm, name=named, round=partial(_round, algorithm, rule, liars))
 
 
 def _round(
     algorithm: Algorithm, rule: Rule, liars: int, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
 ) -> tuple[Any, Diagnostics]:
     """The method's round, with one combined reply in the place of all."""
-    told: dict[str, Table] = {}
+    told: dict[str, Table | Tensor] = {}
 
     def robust(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         replies = ask(program, shared, mine)
         ((clients, tree),) = replies.groups  # methods of means have one architecture
-        kept = {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
-        found = rule(_rows(kept, len(clients)), liars, cohort.round)
-        told["kept"] = Table(clients, ("kept",), found.kept.to(torch.float32)[:, None])
-        one = {"num_samples": torch.ones_like(tree["num_samples"][:1]), "loss": tree["loss"][found.kept].mean()[None]}
-        return PerClient([(clients[:1], {**_like(found.change, kept), **one})])
+        branches = {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
+        found = rule(_rows(branches, len(clients)), liars, cohort.round)
+        told.update(_told(clients, found.kept))
+        loss = (tree["loss"] * found.kept).sum() / found.kept.sum()
+        one = {"num_samples": torch.ones_like(tree["num_samples"][:1]), "loss": loss[None]}
+        return PerClient([(clients[:1], {**_like(found.change, branches), **one})])
 
     after, diagnostics = algorithm.round(setup, state, cohort, robust)
     return after, {**diagnostics, **told}
+
+
+def _init_of_loom(algorithm: Algorithm, setup: Setup[Any]) -> Any:
+    assert algorithm.one_step is not None
+    if not algorithm.one_step(setup.config):
+        raise NeedsError(
+            f"{algorithm.name} makes a step of its own for each reply here, so that there is nothing to combine; "
+            "--aggregate needs one step a round. Give --server-step cohort_mean."
+        )
+    if len(setup.architectures) > 1:
+        raise NeedsError(
+            f"The loom of {algorithm.name} has a head for each of {len(setup.architectures)} architectures here, and "
+            "--aggregate combines gradients of clients that have one. Give one --model."
+        )
+    return algorithm.init(setup)
+
+
+def _round_of_loom(
+    algorithm: Algorithm, rule: Rule, liars: int, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
+) -> tuple[Any, Diagnostics]:
+    """The method's round, in which clients' gradients of the loom are combined by the rule."""
+    told: dict[str, Table | Tensor] = {}
+
+    def combine(clients: Sequence[ClientId], gradients: Tensor) -> Tensor:
+        found = rule(gradients, liars, cohort.round)
+        told.update(_told(clients, found.kept))
+        return found.change
+
+    after, diagnostics = algorithm.round(replace(setup, combine=combine), state, cohort, ask)
+    return after, {**diagnostics, **told}
+
+
+def _told(clients: Sequence[ClientId], kept: Tensor) -> dict[str, Table | Tensor]:
+    """For the round's record: how much of each client counted, and how much of all did not."""
+    return {"kept": Table(tuple(clients), ("kept",), kept.to(torch.float32)[:, None]), "left_out": 1 - kept.mean()}
+
+
+def with_bounded_weights(algorithm: Algorithm, most: float) -> Algorithm:
+    """``algorithm``, of whose clients none counts for more than ``most`` times the median number of samples.
+
+    The median is that of the replies that came together, and the lower one of an even number of them: one of two must
+    not make its own bound.
+    """
+    return replace(algorithm, round=partial(_bounded_round, algorithm, most))
+
+
+def _bounded_round(
+    algorithm: Algorithm, most: float, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
+) -> tuple[Any, Diagnostics]:
+    def bounded(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        replies = ask(program, shared, mine)
+        claims = [n for _, tree in replies.groups if "num_samples" in tree for n in tree["num_samples"].tolist()]
+        limit = max(1.0, most * median_low(claims)) if claims else 1.0
+        return PerClient(
+            (clients, {name: leaf.clamp(max=limit) if name == "num_samples" else leaf for name, leaf in tree.items()})
+            for clients, tree in replies.groups
+        )
+
+    return algorithm.round(setup, state, cohort, bounded)
 
 
 def _rows(tree: Tree, number: int) -> Tensor:

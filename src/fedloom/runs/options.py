@@ -111,11 +111,15 @@ class RunOptions:
         "Combine replies, each counted once, by mean, median, trimmed:B, krum:F, geomedian or dnc:F, where B or F of a "
         "round may lie; empty: as the method does.",
     )
+    max_weight: float = option(
+        0.0, "How many times the median number of samples a client may count for; 0: no bound.", low=0
+    )
     malicious: float = option(0.0, "Share of the participants that lie, to try it out.", low=0, high=0.9)
-    attack: Literal["sign_flip", "scale", "alie", "free_ride", "label_flip"] = option(
+    attack: Literal["sign_flip", "scale", "overclaim", "alie", "free_ride", "label_flip", "backdoor"] = option(
         "sign_flip",
-        "How they lie: the opposite of what was learned, ten times that, a little off together, nothing; or they train "
-        "on wrong labels.",
+        "How they lie: the opposite of what was learned, ten times that, that with a thousand times the samples, a "
+        "little off together, nothing; or they train on wrong labels, or on a pattern that goes with class 0, which is "
+        "then tried on test data (triggered).",
     )
     rounds: int = option(100, "Rounds of training.", low=0)
     cohort: float = option(
@@ -178,6 +182,11 @@ class RunOptions:
             raise ConfigError(
                 "--aggregate and --dp-noise do not go together: noise for privacy is accounted for on a sum. Leave one "
                 "out."
+            )
+        if self.engine == "flower-sim" and (self.malicious or self.attack == "backdoor"):
+            raise ConfigError(
+                "--malicious and --attack are for clients in this process, and --engine flower-sim has them elsewhere. "
+                "Choose another engine."
             )
         for name in ("unseen_partition", "unseen_shift", "unseen_model"):
             if getattr(self, name) and not (self.unseen or self.unseen_groups):

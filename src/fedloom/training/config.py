@@ -16,8 +16,8 @@ from fedloom.core.config import build
 from fedloom.core.contract import Algorithm
 from fedloom.core.errors import unknown
 from fedloom.privacy.client_level import ClientPrivacy, with_client_privacy
-from fedloom.robust.attacks import ATTACKS, with_liars
-from fedloom.robust.servers import with_rule
+from fedloom.robust.attacks import with_liars
+from fedloom.robust.servers import with_bounded_weights, with_rule
 from fedloom.runs.options import RunOptions
 
 
@@ -50,7 +50,9 @@ def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> A
         found = with_client_privacy(found, how)
     if options.aggregate:
         found = with_rule(found, options.aggregate)
-    if options.malicious and options.attack in ATTACKS:
+    if options.max_weight:
+        found = with_bounded_weights(found, options.max_weight)
+    if options.malicious:
         found = with_liars(found, options.attack, options.malicious)
     wrapper = {"prior": with_prior, "tune": with_tuning}.get(options.adapt)
     return wrapper(found, Privacy(options.adapt_clip, options.adapt_noise)) if wrapper else found

@@ -29,7 +29,8 @@ from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse, usual_network
-from fedloom.robust.attacks import LABEL_FLIP, liars
+from fedloom.robust.attacks import liars
+from fedloom.robust.poison import BACKDOOR, TRIGGERED, poisoned
 from fedloom.runs.options import RunOptions
 from fedloom.runs.records import PANEL
 from fedloom.runs.roster import Member, Roster
@@ -155,6 +156,7 @@ class Simulation(Trainer):
         server = Server(method, algorithm, options, roster_of(federation, arrays, self.preparation), setup)
         # elsewhere than on a GPU nobody would work while the checks are read
         super().__init__(server, engine, reason, looks_ahead=federation.device.type == "cuda")
+        self.also_tried = (TRIGGERED,) if options.attack == BACKDOOR else ()
         light = num_bytes(server.state._asdict()) < HEAVY_SERVER
         small = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
         if not given and light and small and federation.device.type == "cpu":
@@ -289,23 +291,10 @@ def federation_of(
         x[rows] = apply_shift(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
-    y = arrays.y
-    if options.malicious and options.attack == LABEL_FLIP:
-        y = flipped(options, arrays, parts)
-    return federate(x, y, parts, models, task, device, dtype, others)
-
-
-def flipped(options: RunOptions, arrays: Arrays, parts: Partition) -> np.ndarray:
-    """Labels of which those that liars train on are wrong: class 0 for the last one, and so on."""
-    if not arrays.num_classes:
-        raise ConfigError(
-            f"--attack {LABEL_FLIP} needs class labels; {arrays.name} has targets. Choose another attack."
-        )
-    lying = liars(tuple(c.id for c in parts.clients if not c.unseen), options.malicious, options.seed)
-    rows = np.concatenate([np.empty(0, dtype=np.int64), *(c.train for c in parts.clients if c.id in lying)])
-    y = arrays.y.copy()
-    y[rows] = arrays.num_classes - 1 - y[rows]
-    return y
+    federation = federate(x, arrays.y, parts, models, task, device, dtype, others)
+    return poisoned(
+        federation, options.attack, liars(federation.participants, options.malicious, options.seed), options.seed
+    )
 
 
 def task_of(name: str, arrays: Arrays) -> Task:

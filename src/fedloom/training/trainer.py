@@ -29,6 +29,7 @@ from fedloom.metrics.summary import Group, summarise
 from fedloom.models.load import is_one_network
 from fedloom.privacy.client_level import noise_on_replies
 from fedloom.programs.evaluation import EVALUATION, GLOBAL, MIXED, PLAIN, Score, evaluate, with_network
+from fedloom.robust.rules import check_cohort
 from fedloom.runs.records import FEW, panel, short
 from fedloom.training.config import client_privacy
 from fedloom.training.rounds import LookAhead, PendingRound, run_round
@@ -107,6 +108,9 @@ class Trainer:
     saves_every_round = False
     """A checkpoint after every round, not only when there is an evaluation."""
 
+    also_tried: tuple[str, ...] = ()
+    """Splits on which participants are tried at each evaluation, besides val and test."""
+
     tries_newcomers = False
     """Unseen clients are tried at each evaluation, not only at the end."""
 
@@ -122,6 +126,8 @@ class Trainer:
         self.server, self.engine, self.engine_reason = server, engine, engine_reason
         if how := client_privacy(server.options):
             noise_on_replies(how, server.options.cohort)  # refuses cohorts that are too small for it
+        if server.options.aggregate:
+            check_cohort(server.options.aggregate, server.options.cohort)
         self.notes: Sequence[str] = ()
         """What users should know of the federation."""
         self._ahead = LookAhead(self) if looks_ahead else None
@@ -221,7 +227,10 @@ class Trainer:
             draw = stream(options.seed, "evaluation")
             rows = np.sort(draw.choice(len(clients), options.eval_clients, replace=False))
             clients = tuple(clients[row] for row in rows)
-        scores = {Group("deployed", "participants", split): self.evaluate(split, clients) for split in ("val", "test")}
+        scores = {
+            Group("deployed", "participants", split): self.evaluate(split, clients)
+            for split in ("val", "test", *self.also_tried)
+        }
         if self.server.algorithm.base:
             scores[Group("plain", "participants", "val")] = self.evaluate("val", clients, plain=True)
         found = self._summarised(scores)._replace(embeddings=self._embeddings())
