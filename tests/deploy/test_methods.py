@@ -20,6 +20,7 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Cohort
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
+from fedloom.deploy.codec import facts_of, pack
 from fedloom.deploy.engine import VERSION
 from fedloom.deploy.store import Store
 from fedloom.programs.evaluation import evaluate
@@ -153,6 +154,22 @@ def test_nothing_crosses_that_the_method_does_not_declare(method: str, tmp_path:
         set(reply["facts"]) == {"client", "mark", "role", "splits", "samples", told_of_model} for reply in hellos
     )
     assert not any(dict(reply["trees"]) for reply in hellos)
+    if not algorithm.needs.no_batchnorm:
+        check_that_more_brings_no_more(ours, federation.roster["0"].model)
+
+
+def check_that_more_brings_no_more(ours: Any, network: Any) -> None:
+    """Neither a whole network nor running statistics in a message bring back a head or statistics of the client's."""
+    for _, client, asked, reply in [one for one in ours.lobby.letters if one[:2] == ("train", "0")]:
+        forged: dict[str, Any] = {}
+        for way in ("shared", "mine"):
+            sent = decode(asked["trees"][way].data)
+            params = {**network.init(5), **sent.get("params", {})}
+            forged[way] = {"buffers": network.fresh_buffers(), **sent, "params": params}
+        told = ours.lobby._answer("train", client, pack(facts_of(asked), **forged))
+        if "error" not in facts_of(told):
+            got, honest = (set(flatten(decode(one["trees"]["reply"].data))) for one in (told, reply))
+            assert got == honest, facts_of(asked)["program"]
 
 
 @pytest.mark.parametrize("method", ["fedper", "pfedhn_pc"])

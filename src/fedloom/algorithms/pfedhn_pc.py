@@ -68,8 +68,9 @@ class Carry(NamedTuple):
 
 
 def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
-    """The woven body starts afresh, the head goes on."""
-    return Carry(begin(home, mine["params"], memory), memory["own"], memory["own_optimiser"])
+    """The woven body starts afresh, the head goes on, whatever head a server may have sent."""
+    body = {name: value for name, value in mine["params"].items() if name not in memory["own"]}
+    return Carry(begin(home, body, memory), memory["own"], memory["own_optimiser"])
 
 
 def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:

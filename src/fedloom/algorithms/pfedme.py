@@ -112,9 +112,9 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:
     """Reply with the change of the copy; keep theta, or the copy, for use."""
-    theta = carry.theta
-    used = theta if home.config.deployed == "theta" else theta._replace(params=carry.copy)
-    averaged = {"buffers": theta.buffers} if "buffers" in shared else {}
+    theta, config = carry.theta, home.config
+    used = theta if config.deployed == "theta" else theta._replace(params=carry.copy)
+    averaged = {"buffers": theta.buffers} if "buffers" in shared and local.averages_statistics(config) else {}
     reply = {"delta": tree_map(torch.sub, carry.copy, theta.start), **report(home, theta), **averaged}
     return reply, {**remember(home, theta, memory), "personal": personal.keep(used, memory["personal"])}
 

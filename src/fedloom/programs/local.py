@@ -38,10 +38,15 @@ def client_final(home: Home, shared: Tree, carry: Training, memory: Tree) -> tup
     """Reply with the change of what was sent; keep what is the client's own."""
     own = memory.get("own", {})
     change = {name: moved for name, moved in delta(carry).items() if name not in own}
-    averaged = {"buffers": carry.buffers} if "buffers" in shared else {}
+    averaged = {"buffers": carry.buffers} if "buffers" in shared and averages_statistics(home.config) else {}
     reply = {**({"delta": change} if change else {}), **report(home, carry), **averaged}
     kept = {"own": {name: carry.params[name] for name in own}} if own else {}
     return reply, {**remember(home, carry, memory), **kept}
+
+
+def averages_statistics(config: LocalConfig) -> bool:
+    """Whether running statistics travel. The client's own config says so: a server could send some to have its own."""
+    return bool(getattr(config, "batchnorm", "local") == "averaged")
 
 
 def expects(shared: Tree, mine: Tree) -> Tree:
