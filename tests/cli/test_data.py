@@ -12,6 +12,14 @@ def test_show_is_a_table_with_notes(cli):
     assert "note: " in out
 
 
+def test_a_name_in_a_file_gives_the_terminal_no_orders(cli):
+    ids = np.repeat(["\x1b[2Jcleared", "\u202egnp.exe", "a\nb", "مستشفى"], 20)
+    np.savez("own.npz", x=np.random.default_rng(0).random((80, 3)), y=np.arange(80) % 2, client=ids)
+    shown = cli("data", "show", "--dataset", "own.npz", "--partition", "group:client").out
+    assert not {"\x1b", "\u202e"} & set(shown) and "a\\nb" in shown and "مستشفى" in shown
+    assert r"\x1b[2Jcleared" in shown and r"\u202egnp.exe" in shown
+
+
 def test_show_saves_a_picture(cli):
     outcome = cli("data", "show", "--partition", "dirichlet:0.3", "--clients", 10, "--out", "split.png")
     assert outcome.out.splitlines()[-1] == "split.png"

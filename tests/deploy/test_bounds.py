@@ -24,7 +24,16 @@ from fedloom.clients.federation import Federation
 from fedloom.core.task import CLASSIFICATION, REGRESSION
 from fedloom.core.trees import flatten, tree_map
 from fedloom.core.wire import decode
-from fedloom.deploy.bounds import as_shares, believed, count_fault, shares_fault, too_far, weight_fault, weights_of
+from fedloom.deploy.bounds import (
+    as_shares,
+    believed,
+    believed_losses,
+    count_fault,
+    shares_fault,
+    too_far,
+    weight_fault,
+    weights_of,
+)
 from fedloom.deploy.codec import pack
 from fedloom.deploy.server import Deployment
 from fedloom.metrics.summary import Group, summarise
@@ -165,6 +174,19 @@ def test_one_enormous_reply_leaves_the_round_to_the_others(tmp_path: Path) -> No
     assert max(float(leaf.abs().max()) for leaf in state_of(ours).values()) < 10
     assert free.train_round()["dropped"] == []
     assert max(float(leaf.abs().max()) for leaf in state_of(free).values()) > 1e28
+
+
+@pytest.mark.parametrize("lie", [1e30, -1e30])
+def test_a_training_loss_counts_no_more_than_so_many_times_the_median_and_is_noted(lie: float, tmp_path: Path) -> None:
+    ours = deployed("fedavg", small_federation(), tmp_path)
+    ours.lobby.faults["2"] = replying(lambda tree: {**tree, "loss": torch.full_like(tree["loss"], lie)})
+    record = ours.train_round()
+    assert record["dropped"] == [] and abs(float(record["diagnostics"]["local_loss"])) < 100
+    (note,) = record["notes"]
+    assert note.startswith(f"client 2's training loss of {lie:.6g} counts as ")
+    odd = [{}, torch.ones(2), torch.tensor(float("nan")), torch.tensor(1)]
+    replies = {client: {"loss": loss} for client, loss in zip("abcd", odd)}
+    assert believed_losses(replies, 100.0) == (replies, [])  # which are refused elsewhere
 
 
 def test_one_client_whose_answers_curve_the_wrong_way_leaves_the_calibration_to_the_others(tmp_path: Path) -> None:

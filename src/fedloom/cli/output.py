@@ -59,7 +59,12 @@ def sentence_of(error: Exception) -> str | None:
 
 def tell(message: object) -> None:
     """One line on stderr."""
-    typer.echo(f"fedloom: {' '.join(str(message).split())}", err=True)
+    typer.echo(f"fedloom: {printable(' '.join(str(message).split()))}", err=True)
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey: names come from files by anybody."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 @contextmanager
@@ -87,7 +92,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    printed = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    heads, above = map(printable, columns), printable(title) if title else None
+    printed = Table(*heads, title=above, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     body = [list(row) for row in rows]
     for number, column in enumerate(printed.columns):
         if body and all(isinstance(row[number], int | float | None) for row in body):
@@ -100,7 +106,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
 def _cell(value: object) -> str:
     if value is None:
         return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{value:.4f}" if isinstance(value, float) else printable(str(value))
 
 
 def json_line(value: Any) -> None:

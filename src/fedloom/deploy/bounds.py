@@ -46,6 +46,27 @@ def too_far(job: Job, replies: Mapping[ClientId, Tree], bound: float) -> dict[Cl
     return found
 
 
+def believed_losses(replies: Mapping[ClientId, Tree], most: float) -> tuple[dict[ClientId, Tree], list[str]]:
+    """Replies with training losses as they count, and what of them was more than that.
+
+    Of three clients at least nobody's loss is more than ``most`` times the median, or so many nats; 0: no bound.
+    """
+    given = {client: reply["loss"] for client, reply in replies.items() if isinstance(reply.get("loss"), torch.Tensor)}
+    numbers = {client: loss for client, loss in given.items() if loss.numel() == 1 and loss.is_floating_point()}
+    # others are refused as such
+    told = {client: float(loss) for client, loss in numbers.items() if bool(loss.isfinite().all())}
+    if not most or len(told) < FEW:
+        return dict(replies), []
+    limit = most * max(median_low(abs(loss) for loss in told.values()), 1.0)
+    found, notes = dict(replies), []
+    for client, loss in told.items():
+        if abs(loss) > limit:
+            counted = math.copysign(limit, loss)
+            found[client] = {**replies[client], "loss": torch.full_like(replies[client]["loss"], counted)}
+            notes.append(f"client {client}'s training loss of {loss:.6g} counts as {counted:.6g}")
+    return found, notes
+
+
 def _norm(tree: Tree) -> float:
     changes = {name: branch for name, branch in tree.items() if name not in NOT_A_CHANGE}
     numbers = {path: leaf.double() for path, leaf in leaves(changes) if leaf.is_floating_point() and leaf.numel()}

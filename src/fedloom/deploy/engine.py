@@ -22,7 +22,16 @@ from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Program
 from fedloom.core.errors import RoundError
 from fedloom.core.trees import ClientId, PerClient, Tree, num_bytes
-from fedloom.deploy.bounds import as_shares, count_fault, shares_fault, sums_fault, too_far, weight_fault, weights_of
+from fedloom.deploy.bounds import (
+    as_shares,
+    believed_losses,
+    count_fault,
+    shares_fault,
+    sums_fault,
+    too_far,
+    weight_fault,
+    weights_of,
+)
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.engines.engine import AbstractEngine, Session
 from fedloom.engines.job import Dropped, Job, Outcome
@@ -122,6 +131,9 @@ class Flower(AbstractEngine):
                 log.warning("Client %s %s", client, reason)
                 dropped.append(Dropped(client, job.program.name, reason))
                 del replies[client], memories[client]
+            replies, notes = believed_losses(replies, self.rules.max_norm)
+            for note in notes:
+                self.note(note)
         seconds = {client: taken for client, taken in self.waited().items() if client in replies}
         yield Outcome(PerClient.empty(()), PerClient.empty(()), dropped, seconds)
         for client, reply in replies.items():  # each by itself: a stranger's trees may have any shape
