@@ -37,6 +37,7 @@ from fedloom.core.contract import (
     Batch,
     Cohort,
     Diagnostics,
+    Handover,
     Home,
     Model,
     Needs,
@@ -47,7 +48,7 @@ from fedloom.core.contract import (
     sent_params,
 )
 from fedloom.core.device import to_device
-from fedloom.core.rows import for_everybody, with_rows
+from fedloom.core.rows import for_everybody, mean_row, with_rows
 from fedloom.core.training import LocalConfig, Training, begin, like_report, pulled, remember, report, train_step
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, leaves, tree_map
 from fedloom.programs.statistics import settle_statistics
@@ -173,6 +174,16 @@ def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     return [] if newcomer else [training(config)]
 
 
+def for_participants(setup: Setup[Any], state: State) -> State:
+    """Nothing: clients have their models."""
+    return State({})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The mean of all models in the place of all."""
+    return State(mean_row(state.models))
+
+
 CITATION = """@inproceedings{huang2021fedamp,
   title={Personalized Cross-Silo Federated Learning on Non-{IID} Data},
   author={Huang, Yutao and Chu, Lingyang and Zhou, Zirui and Wang, Lanjun and Liu, Jiangchuan and Pei, Jian and
@@ -193,6 +204,7 @@ ALGORITHM = Algorithm(
     programs=programs,
     admit=admit,
     admit_labels=False,
+    handover=Handover(for_participants, for_newcomers),
     cohort=100,  # cross-silo: all clients take part
     needs=Needs(same_model=True),
 )

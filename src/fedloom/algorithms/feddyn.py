@@ -31,7 +31,7 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Seeds, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Handover, Home, Model, Program, Seeds, Setup
 from fedloom.core.training import Training, train_step
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.programs import local
@@ -121,6 +121,11 @@ def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     return [] if newcomer else [training(config)]
 
 
+def for_use(setup: Setup[Config], state: State) -> State:
+    """The global model alone."""
+    return state._replace(drift={})
+
+
 CITATION = """@inproceedings{acar2021feddyn,
   title={Federated Learning Based on Dynamic Regularization},
   author={Acar, Durmus Alp Emre and Zhao, Yue and Matas Navarro, Ramon and Mattina, Matthew and Whatmough, Paul N. and
@@ -135,6 +140,7 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    handover=Handover(for_use, for_use),
     means=(),
     first_memory=first_memory,
     programs=programs,

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Diagnostics, Setup
+from fedloom.core.contract import Ask, Cohort, Diagnostics, Handover, Setup
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.programs.local import local_training
 
@@ -108,6 +108,11 @@ def round(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask) -> tuple[St
     return State(params, buffers, optimiser), {"local_loss": mean_loss(replies)}
 
 
+def for_use(setup: Setup[Any], state: State) -> State:
+    """The global model without what the optimiser remembers."""
+    return state._replace(optimiser={})
+
+
 CITATION = """@inproceedings{reddi2021fedopt,
   title={Adaptive Federated Optimization},
   author={Reddi, Sashank J. and Charles, Zachary and Zaheer, Manzil and Garrett, Zachary and Rush, Keith and
@@ -123,4 +128,5 @@ ALGORITHM = replace(
     state=State,
     init=init,
     round=round,
+    handover=Handover(for_use, for_use),
 )

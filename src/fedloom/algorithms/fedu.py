@@ -34,10 +34,10 @@ from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Needs, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Handover, Needs, Sent, Setup
 from fedloom.core.device import to_device
 from fedloom.core.errors import ConfigError
-from fedloom.core.rows import for_everybody, rows_of, with_rows
+from fedloom.core.rows import for_everybody, mean_row, rows_of, with_rows
 from fedloom.core.training import LocalConfig
 from fedloom.core.trees import ClientId, PerClient, tree_map
 from fedloom.programs.local import local_training
@@ -120,6 +120,11 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, Sent({"params": mean}, PerClient.empty(newcomers.clients)), ask)
 
 
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The mean of all models in the place of all."""
+    return State(mean_row(state.models))
+
+
 CITATION = """@article{dinh2021fedu,
   title={{FedU}: A Unified Framework for Federated Multi-Task Learning with {L}aplacian Regularization},
   author={T. Dinh, Canh and Vu, Tung T. and Tran, Nguyen H. and Dao, Minh N. and Zhang, Hongyu},
@@ -136,6 +141,7 @@ ALGORITHM = Algorithm(
     round=round,
     admit=admit,
     admit_labels=False,
+    handover=Handover(newcomers=for_newcomers),
     cohort=5,  # pFedHN, App. B: baselines aggregate over 5 clients
     needs=Needs(same_model=True),
 )

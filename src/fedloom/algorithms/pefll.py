@@ -23,9 +23,8 @@ does not but for local weight decay. Other decisions: docs/methods/pefll.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +44,6 @@ from fedloom.core.contract import (
     Program,
     Sent,
     Setup,
-    without_rows,
 )
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of
@@ -92,10 +90,11 @@ class State(NamedTuple):
     descriptors: Tensor  # (clients, embed_dim), of all training data
 
 
-def loom_of(setup: Setup[Any]) -> PerTensorLoom:
+def loom_of(setup: Setup[Any]) -> Any:
     """The loom for a roster."""
     config, targets = setup.config, {str(spec): model.shapes for spec, model in setup.architectures.items()}
-    return PerTensorLoom(config.dim(len(setup.clients)), targets, config.hidden, config.layers)
+    loom = PerTensorLoom(config.dim(len(setup.clients)), targets, config.hidden, config.layers)
+    return setup.elsewhere(loom) if setup.elsewhere else loom
 
 
 def init(setup: Setup[Any]) -> State:
@@ -170,6 +169,26 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, sent, ask)
 
 
+def for_participants(setup: Setup[Any], state: State) -> State:
+    """The loom and the descriptors."""
+    return state._replace(encoder={}, optimiser={})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The loom and the encoder."""
+    return state._replace(descriptors=state.descriptors[:0], optimiser={})
+
+
+def sized(setup: Setup[Any]) -> Any:
+    """The config with the descriptors' size."""
+    return replace(setup.config, embed_dim=loom_of(setup).embed_dim)
+
+
+def vector(config: Config) -> Literal["descriptor"]:
+    """What a model is woven from: a descriptor, standardised."""
+    return "descriptor"
+
+
 def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     """A participant describes its data, trains, and learns the encoder; a newcomer only describes its data."""
     if newcomer:
@@ -196,7 +215,7 @@ ALGORITHM = Algorithm(
     init=init,
     send=send,
     round=round,
-    handover=Handover(newcomers=partial(without_rows, ("descriptors",))),
+    handover=Handover(for_participants, for_newcomers, sized, "loom", vector, loom_of),
     programs=programs,
     settle=settle,
     admit=admit,

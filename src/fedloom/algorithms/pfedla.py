@@ -30,10 +30,10 @@ from torch import Tensor
 
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Needs, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Handover, Needs, Sent, Setup
 from fedloom.core.device import to_device
 from fedloom.core.random import seed_of
-from fedloom.core.rows import for_everybody, rows_of, with_rows
+from fedloom.core.rows import for_everybody, mean_row, rows_of, with_rows
 from fedloom.core.training import LocalConfig
 from fedloom.core.trees import ClientId, Params, PerClient, tree_map
 from fedloom.looms.attention import layers_of
@@ -129,6 +129,11 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, Sent({"params": mean}, PerClient.empty(newcomers.clients)), ask)
 
 
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The mean of all models in the place of all."""
+    return State(mean_row(state.models), {})
+
+
 CITATION = """@inproceedings{ma2022pfedla,
   title={Layer-Wised Model Aggregation for Personalized Federated Learning},
   author={Ma, Xiaosong and Zhang, Jie and Guo, Song and Xu, Wenchao},
@@ -145,6 +150,7 @@ ALGORITHM = Algorithm(
     round=round,
     admit=admit,
     admit_labels=False,
+    handover=Handover(newcomers=for_newcomers),
     cohort=10,  # a third party's code
     needs=Needs(same_model=True),
 )

@@ -73,11 +73,12 @@ class State(NamedTuple):
     optimiser: Tree  # of the loom; and of the rows, each with a count of its own
 
 
-def loom_of(setup: Setup[Any]) -> LayerwiseLoom:
+def loom_of(setup: Setup[Any]) -> Any:
     """The loom for a roster."""
     config, targets = setup.config, {str(spec): model.shapes for spec, model in setup.architectures.items()}
     most = max(len(shapes) for shapes in targets.values())
-    return LayerwiseLoom(most * config.basis, targets, config.basis, config.embed_dim, config.hidden)
+    loom = LayerwiseLoom(most * config.basis, targets, config.basis, config.embed_dim, config.hidden)
+    return setup.elsewhere(loom) if setup.elsewhere else loom
 
 
 def init(setup: Setup[Any]) -> State:
@@ -141,6 +142,26 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return Sent({}, weave(setup, loom, state.loom, table, clients))
 
 
+def for_participants(setup: Setup[Any], state: State) -> State:
+    """The loom and the coefficients."""
+    return state._replace(optimiser={})
+
+
+def for_newcomers(setup: Setup[Any], state: State) -> State:
+    """The loom, and the mean of the coefficients in the place of all."""
+    return state._replace(coefficients=state.coefficients.mean(0, keepdim=True), optimiser={})
+
+
+def vector(config: Config) -> Literal["embedding"]:
+    """What a model is woven from: coefficients, all in one row."""
+    return "embedding"
+
+
+def steps(config: Config) -> int:
+    """How often a newcomer's coefficients step."""
+    return config.admit_rounds
+
+
 def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     """A client trains what was woven for it."""
     return [local_training(config)]
@@ -163,6 +184,6 @@ ALGORITHM = replace(
     programs=programs,
     admit=admit,
     embeddings=None,
-    handover=Handover(),
+    handover=Handover(for_participants, for_newcomers, loom="loom", vector=vector, structure=loom_of, steps=steps),
     restored=as_saved,
 )

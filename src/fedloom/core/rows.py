@@ -19,6 +19,11 @@ def for_everybody(setup: Setup[Any], tree: Tree) -> Any:
     return tree_map(lambda leaf: leaf.expand(number, *leaf.shape).clone(), tree)
 
 
+def mean_row(table: Tree) -> Any:
+    """The mean of all rows as a table of one: what can be handed on of it without being anybody's."""
+    return tree_map(lambda leaf: leaf.mean(0, keepdim=True), table)
+
+
 def rows_of(setup: Setup[Any], table: Tree, clients: Sequence[ClientId]) -> Any:
     """The rows of these clients, as one stack in their order."""
     at = _places(setup, clients)
