@@ -32,6 +32,7 @@ RUNS = {
     "fedavg": {"model": "mlp:hidden=8"},
     "fedavg+bn": {"model": "testnets:Normed"},
     "mh_pfedhn": {"model": "mlp:hidden=8"},
+    "fedsr": {"model": "lenet:kernels=4"},
     "hyperfedzero": {"model": "mlp:hidden=8", "hidden": "16", "chunk_size": 64},
     "hyperfedzero+lenet": {"model": "lenet:kernels=4", "hidden": "16", "chunk_size": 64, "samples_at_once": 2},
     "hyperfedzero+input": {"model": "mlp:hidden=8", "condition": "input"},

@@ -96,7 +96,7 @@ def gaussian(params: Params, features: Tensor) -> tuple[Tensor, Tensor]:
 
 def head(model: Model, params: Params, z: Tensor) -> Tensor:
     """Outputs from representations (samples, d)."""
-    return model.classify(only(params, model.shapes), z.reshape(len(z), *(model.feature_shape or ())))
+    return model.classify(only(params, model.shapes), z.reshape(-1, *(model.feature_shape or ())))
 
 
 def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
@@ -145,7 +145,7 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     seed = torch.full((), DRAWS, dtype=torch.int64, device=x.device)
     noise = normal(seed, (draws, mean.shape[1]), mean.dtype)
     z = mean + width * noise[:, None]  # (draws, samples, d)
-    outputs = head(home.model, params, z.flatten(0, 1)).reshape(draws, len(x), -1)
+    outputs: Tensor = head(home.model, params, z.flatten(0, 1)).unflatten(0, (draws, -1))
     return outputs.log_softmax(-1).logsumexp(0) - math.log(draws)
 
 
