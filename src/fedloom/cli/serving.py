@@ -45,6 +45,7 @@ def bundle(
         verify = make_bundle(loaded, out)
     assert verify is not None
     found = Bundle(verify, trust=trust)
+    found.archive.check_rest()
     found.check()
     parts = {name: one["bytes"] for name, one in found.manifest["parts"].items()}
     if json:

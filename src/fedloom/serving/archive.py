@@ -8,6 +8,7 @@ be used where they lie in the file, by several processes at once.
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import struct
@@ -15,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from fedloom.core.errors import DataError
 from fedloom.runs.checkpoint import digest
@@ -51,17 +52,47 @@ def write_archive(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, b
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                for name, data in {MANIFEST: head, **parts}.items():
-                    info = zipfile.ZipInfo(name, EPOCH)
-                    start = file.tell() + LOCAL_HEADER + len(name.encode()) + 4
-                    info.extra = struct.pack("<HH", PADDING, -start % 64) + bytes(-start % 64)
-                    archive.writestr(info, data)
+            with temporary.open("wb") as file:
+                _write(file, {MANIFEST: head, **parts})
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
     return digest(head)
+
+
+def _write(file: BinaryIO, members: Mapping[str, bytes | memoryview]) -> None:
+    """The archive with these members: the same bytes wherever it is written."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members.items():
+            info = zipfile.ZipInfo(name, EPOCH)
+            info.create_system = 3  # on any system
+            start = file.tell() + LOCAL_HEADER + len(name.encode()) + 4
+            info.extra = struct.pack("<HH", PADDING, -start % 64) + bytes(-start % 64)
+            archive.writestr(info, data)
+
+
+class _Pieces(io.RawIOBase):
+    """A file that is not there: what would stand where in it. What is written twice counts as it was last."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, bytes | memoryview] = {}
+        self._at = 0
+
+    def write(self, data: Any) -> int:
+        self.pieces[self._at] = data
+        self._at += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        self._at = to
+        return to
+
+    def seekable(self) -> bool:
+        return True
 
 
 class Archive:
@@ -105,6 +136,16 @@ class Archive:
     def names(self) -> list[str]:
         """The parts besides the manifest."""
         return [name for name in self._parts if name != MANIFEST]
+
+    def check_rest(self) -> None:
+        """Refuse a file in which anything between, before or behind the parts is not as it was written."""
+        file = _Pieces()
+        _write(file, {name: self.view(name) for name in self._parts})  # type: ignore[arg-type]
+        end = file.tell()
+        content = memoryview(self._map)
+        same = all(content[at : at + len(piece)] == piece for at, piece in file.pieces.items())
+        if not same or end != len(self._map):
+            raise self._damaged("there is something besides its parts, or around them")
 
     def _small(self, name: str) -> bytes:
         if self._parts[name].size > LARGEST:
