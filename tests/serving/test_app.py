@@ -124,6 +124,9 @@ def test_with_a_key_newcomers_need_tokens_too(made, serve, key, newcomer, tmp_pa
         fedloom.join(at.url, x, cache=tmp_path)
     token = make_token(read_key(key), Identity("newcomer", "ward-7"))
     assert fedloom.join(at.url, x, token=token, cache=tmp_path).way == "service"
+    (part, *_) = at.service.card()["parts"].values()
+    got = ask(at.url, part["url"], **bearer(key, "newcomer", "ward-7"))
+    assert got.headers["cache-control"].startswith("private, ")  # a cache in between would ask nobody for a token
     assert ask(at.url, "/metrics").status == 401
     assert ask(at.url, "/metrics", **bearer(key, "newcomer", "ward-7")).status == 403
     text = ask(at.url, "/metrics", **bearer(key, "operator", "me")).body.decode()
@@ -160,7 +163,7 @@ def test_ranges_are_pieces_of_the_whole(made, serve) -> None:
     (part, *_) = at.service.card()["parts"].values()
     whole = ask(at.url, part["url"])
     assert whole.status == 200 and hashlib.sha256(whole.body).hexdigest() == part["sha256"]
-    assert "immutable" in whole.headers["cache-control"]
+    assert whole.headers["cache-control"].startswith("public, ") and "immutable" in whole.headers["cache-control"]
     size = len(whole.body)
     for asked, expected in (
         ("bytes=0-9", whole.body[:10]), ("bytes=5-", whole.body[5:]), ("bytes=-7", whole.body[-7:]),

@@ -51,7 +51,7 @@ WAITING = 1024
 """Requests that may wait to be computed; more are told to come later."""
 HELD = 1 << 28
 """Bytes of bodies and of computed answers in a worker's memory at a time; one request alone may take more."""
-FOREVER = "public, max-age=31536000, immutable"
+FOREVER = "max-age=31536000, immutable"
 SAFE = {"x-content-type-options": "nosniff", "content-security-policy": "default-src 'none'; frame-ancestors 'none'"}
 NOWHERE = "none"
 """The route of requests for what is not there."""
@@ -339,7 +339,13 @@ async def part(asked: Asked) -> Answer:
     found = asked.service.parts.get(digest)
     if found is None:
         raise Refusal(404, "The service hands out no such part; /v1 lists those that it does.")
-    headers = {"content-type": SAFETENSORS, "etag": f'"{digest}"', "cache-control": FOREVER, "accept-ranges": "bytes"}
+    whose = "private" if asked.service.settings.closed else "public"  # caches in between ask nobody for a token
+    headers = {
+        "content-type": SAFETENSORS,
+        "etag": f'"{digest}"',
+        "cache-control": f"{whose}, {FOREVER}",
+        "accept-ranges": "bytes",
+    }
     if matches(asked.request.headers.get("if-none-match"), headers["etag"]):
         return Answer(304, headers)
     return Answer(200, headers, [found])
