@@ -39,6 +39,9 @@ WAYS = [
     ("it_pfl_hn", {"finetune_after": 1, "preset": "standardised"}, "service", ["vector of 2 numbers"]),
     ("it_pfl_hn", {"finetune_after": 1}, "home", []),
     ("mh_pfedhn", {"admit_rounds": 3}, "home", []),
+    ("fedavg", {"adapt": "tune"}, "home", []),
+    ("pfedlhn", {"admit_rounds": 3}, "service", None),
+    ("pefll", {}, "service", ["vector of 2 numbers"]),
 ]
 
 
@@ -395,6 +398,10 @@ def test_a_service_that_is_none_is_told(tmp_path, monkeypatch) -> None:
             Service(f"http://127.0.0.1:{server.server_address[1]}")
         server.shutdown()
         thread.join()
-    monkeypatch.setattr(remote, "PATIENCE", 0.2)
-    with pytest.raises(RunError, match="cannot be reached"):
+    monkeypatch.setattr(remote, "FIRST_PATIENCE", 0.2)  # for an address that may be wrong nobody waits long
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"cannot be reached.*later\.$"):
         Service("http://127.0.0.1:9")
+    with pytest.raises(RunError, match="give one of its authority: --cert and --cert-key"):
+        Service("https://127.0.0.1:9")
+    assert time.monotonic() - start < 5

@@ -21,6 +21,8 @@ from fedloom.serving.settings import is_loopback
 
 PATIENCE = 60.0
 """Seconds that a request is tried again, where the service is busy or starts anew."""
+FIRST_PATIENCE = 5.0
+"""The same before the service has answered once: the address may be wrong."""
 TIMEOUT = 120.0
 LARGEST_CARD = 1 << 24
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -68,6 +70,7 @@ class Remote:
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._prefix = parts.path.rstrip("/")
         self._connection: http.client.HTTPConnection | None = None
+        self._answers = False
         self.exchanges: list[Exchange] = []
         self.bundle = ""
         """The digest of the bundle that vectors are meant for."""
@@ -101,12 +104,13 @@ class Remote:
         headers |= {"content-type": SAFETENSORS} if body else {}
         headers |= {BUNDLE: self.bundle} if body and self.bundle else {}
         headers |= {"authorization": f"Bearer {self._access.token}"} if self._access.token else {}
-        until, pause = time.monotonic() + PATIENCE, 0.1
+        start, pause = time.monotonic(), 0.1
         while True:
             wait, fault = pause, ""
             try:
                 answer = self._once(method, target, body, headers)
                 data = answer.read(largest + 1)
+                self._answers = True
                 self._count(method, target, fields, len(body), len(data))
                 if answer.status == 200 and len(data) <= largest:
                     return data
@@ -122,8 +126,10 @@ class Remote:
                     ) from error
                 fault = str(error) or type(error).__name__
             self.close()
-            if time.monotonic() + wait > until:
-                raise RunError(f"{self.url} cannot be reached or is too busy: {fault}. Try again later.")
+            if time.monotonic() + wait > start + (PATIENCE if self._answers else FIRST_PATIENCE):
+                wants = " If it asks for certificates, give one of its authority: --cert and --cert-key."
+                hint = wants if self._tls and not self._answers else ""
+                raise RunError(f"{self.url} cannot be reached or is too busy: {fault}. Try again later.{hint}")
             time.sleep(wait)
             pause = min(2 * pause, 5.0)
 
