@@ -28,7 +28,7 @@ async function numbers(file) {
     const [red, green, blue] = data.subarray(4 * place, 4 * place + 3);
     const colours = channels === 1 ? [0.299 * red + 0.587 * green + 0.114 * blue] : [red, green, blue];
     colours.forEach((value, channel) => {
-      found[channel * height * width + place] = (value / 255 - prior.preparation.mean) / prior.preparation.std;
+      found[channel * height * width + place] = (value - prior.preparation.mean) / prior.preparation.std;
     });
   }
   return found;
@@ -50,7 +50,7 @@ element("files").addEventListener("change", async (event) => {
   const model = personal(plain, prior);
   const told = {
     corrected: "The model is corrected with the shares found in your images.",
-    shrunk: "The images fit the classes badly, so the model is corrected with caution.",
+    shrunk: "The model is corrected with caution: the images fit the classes badly, or it served others only in part.",
     plain: "The model stays as it was: the images do not fit the classes, or the correction did not serve others.",
   };
   element("state").textContent = told[model.decision];

@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+import fedloom
 from fedloom.adaptation.trial import SIZES
+from fedloom.core.errors import ConfigError
 from fedloom.data.registry import load as load_data
 
 PAGE = Path(__file__).parents[2] / "examples" / "browser"
@@ -73,6 +75,26 @@ def test_the_page_may_only_ask_where_it_came_from() -> None:
     assert code.count("fetch(") == 1 and "XMLHttpRequest" not in code and "sendBeacon" not in code
 
 
+@pytest.mark.skipif(not HAS_ONNX, reason="needs ONNX")
+def test_a_run_that_prepares_its_images_does_so_in_the_page(tmp_path: Path) -> None:
+    import onnxruntime
+
+    arrays = load_data("digits")
+    data = np.round(255 * arrays.x).astype(np.uint8), arrays.y
+    options = {"model": "mlp:hidden=8", "clients": 4, "rounds": 1, "local_steps": 2, "progress": "quiet"}
+    path = fedloom.run("fedavg", dataset=data, out=tmp_path / "run", **options).path
+    prepare = runpy.run_path(str(PAGE / "prepare.py"))["prepare"]
+    run = fedloom.load(path, dataset=data, adapt="prior")
+    prepare(run, tmp_path / "page")
+    assert json.loads((tmp_path / "page" / "prior.json").read_text())["preparation"] == {"mean": 0, "std": 1}
+    session = onnxruntime.InferenceSession(tmp_path / "page" / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(None, {"x": data[0][:9].astype(np.float32)})[0]
+    plain = fedloom.load(path, dataset=data)
+    assert found == pytest.approx(plain.predict("0", data[0][:9]).numpy(), abs=1e-5)
+    with pytest.raises(ConfigError, match="leave out --mean and --std"):
+        prepare(run, tmp_path / "page", std=0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (BROWSER and ORT and HAS_ONNX), reason="needs Chromium, onnxruntime-web (ONNXRUNTIME_WEB) and ONNX"
@@ -122,6 +144,7 @@ def test_the_page_in_a_browser(made, tmp_path: Path) -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000",
+                   "--enable-logging=stderr",
                    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
                    f"--user-data-dir={tmp_path / 'profile'}",
                    "--dump-dom", f"http://127.0.0.1:{server.server_address[1]}/"]  # fmt: skip
@@ -134,3 +157,4 @@ def test_the_page_in_a_browser(made, tmp_path: Path) -> None:
     assert {name: float(share.rstrip("%")) / 100 for name, share in cells} == pytest.approx(shares, abs=0.01)
     assert len(re.findall(r"<tr><td>\d+\.png</td>", done.stdout)) == 12
     assert not any(line.startswith(("POST", "PUT")) for line in asked)
+    assert "Content Security Policy" not in done.stderr
