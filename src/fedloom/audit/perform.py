@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.api import Run
-from fedloom.audit import canary, idlg, labels, membership
+from fedloom.audit import canary, idlg, invert, labels, membership
 from fedloom.audit.finding import Finding
 from fedloom.core.errors import unknown
 from fedloom.runs.files import write_file
@@ -17,6 +17,7 @@ from fedloom.training.simulation import Simulation
 ATTACKS: dict[str, Callable[[Simulation], Finding]] = {
     "labels": labels.attack,
     "idlg": idlg.attack,
+    "invert": invert.attack,
     "membership": membership.attack,
     "canary": canary.attack,
 }

@@ -12,9 +12,11 @@ from torch import Tensor
 from fedloom.core.contract import Batch, Batches, Cohort, Home, Model, Program, sent_params
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import key
+from fedloom.core.sparse import change_in
 from fedloom.core.task import Task
 from fedloom.core.training import LocalConfig
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.models.layers import shaped
 from fedloom.programs.local import local_training
 from fedloom.runs.records import panel
 from fedloom.training.simulation import Simulation
@@ -83,11 +85,12 @@ def replies_of(simulation: Simulation, clients: Sequence[ClientId], *, whole: bo
     found = []
     for program, shared, mine, replies in heard:
         for client in replies:
-            sent, reply, model = sent_params(shared, mine[client]), replies[client], server.setup.models[client]
+            model, reply = server.setup.models[client], replies[client]
+            sent, delta = _named(model, config, shared, mine[client], reply)
             wanted = set(model.shapes) if whole else set(head_of(model))
-            if program.batches and wanted <= set(sent) and wanted <= set(reply.get("delta", ())):
+            if program.batches and wanted <= set(sent) and wanted <= set(delta):
                 steps = _steps(program.batches, int(reply["num_samples"]))
-                found.append(Reply(client, sent, reply["delta"], _rate(config, steps), steps))
+                found.append(Reply(client, sent, delta, _rate(config, steps), steps))
     if not found:
         what = "the whole network" if whole else "the output layer"
         raise NeedsError(
@@ -95,6 +98,15 @@ def replies_of(simulation: Simulation, clients: Sequence[ClientId], *, whole: bo
             "audit in this way; it does not mean that nothing leaks."
         )
     return found
+
+
+def _named(model: Model, config: Any, shared: Tree, mine: Tree, reply: Tree) -> tuple[Params, Params]:
+    """The parameters that were sent, and their change, by name also where they travel as a vector (MH-pFedHN)."""
+    if "vector" not in mine or not {"delta", "values"} & set(reply):
+        return sent_params(shared, mine), reply.get("delta", {})
+    vector: Tensor = mine["vector"]
+    change = change_in({name: leaf[None] for name, leaf in reply.items()}, len(vector))[0]
+    return shaped(model, config.keep_local, vector), shaped(model, config.keep_local, change)
 
 
 def _steps(batches: Batches, samples: int) -> int:

@@ -19,8 +19,8 @@ def audit(
     attack: Annotated[
         str,
         typer.Option(
-            metavar="labels|idlg|membership|canary",
-            help="After label shares; after a sample; after who was trained on; after planted clients (--dp-noise).",
+            metavar="labels|idlg|invert|membership|canary",
+            help="After label shares; a sample; several samples; who was trained on; planted clients (--dp-noise).",
         ),
     ],
     which: Which = None,
