@@ -269,7 +269,7 @@ def test_regression_targets() -> None:
     rows = partition(targets, "iid", 8, 0).summary(targets)
     assert {row["train"] for row in rows} <= {17, 18}
     assert rows[0]["classes"] is rows[0]["largest"] is rows[0]["skew"] is None
-    with pytest.raises(ConfigError, match=r"'dirichlet:A' splits by class.*real numbers.*use 'iid'"):
+    with pytest.raises(ConfigError, match=r"'dirichlet:A' splits by class.*no single class.*use 'iid'"):
         partition(targets, "dirichlet:1", 8, 0)
     grouped = partition(targets, "group:site", 2, 0, groups={"site": np.repeat(["a", "b"], 100)})
     assert [c.id for c in grouped.clients] == ["a", "b"]

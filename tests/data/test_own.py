@@ -56,7 +56,6 @@ def test_float_labels_are_not_taken_for_a_regression_in_silence():
     [
         ((2, 5), (2, 5)),
         ((2, 3, 50), (2, 3, 50)),
-        ((2, 28, 28), (2, 28, 28)),
         ((2, 128, 9), (2, 9, 128)),
         ((2, 8, 2), (2, 2, 8)),
         ((2, 3, 8, 9), (2, 3, 8, 9)),
@@ -67,7 +66,7 @@ def test_float_labels_are_not_taken_for_a_regression_in_silence():
     ],
 )
 def test_axes_say_what_samples_are(shape, expected):
-    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 100
     data = from_arrays(x, [0, 1])
     assert data.x.shape == expected
     if shape != expected:
@@ -98,8 +97,37 @@ def test_images_of_bytes_are_raw():
     assert (data.x.dtype, data.preparation.kind, len(data.preparation.columns)) == (np.uint8, "images", 1)
     assert from_arrays(np.zeros((1, 8, 9, 3), np.uint8), [0]).x.shape == (1, 3, 8, 9)
     assert from_arrays(image.astype(np.int16), [0]).x.max() == 255
-    assert from_arrays(image[:, 0], [0]).x.max() == 255
-    assert from_arrays(image[:, 0], [0]).preparation is None
+    window = from_arrays(image[:, 0], [0], axes="channels_first")
+    assert window.x.max() == 255 and window.preparation is None
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros((2, 28, 28)), np.zeros((2, 28, 40)), np.zeros((2, 28, 28), np.uint8), np.zeros((2, 9, 128), np.uint8)],
+)
+def test_what_may_be_grey_images_is_asked_about(x):
+    """Rows of a picture would be trained as channels of a signal."""
+    with pytest.raises(DataError, match=r"grey images, or windows of signals\? Give grey images an axis for the chan"):
+        from_arrays(x, [0, 1])
+    assert from_arrays(x[:, None], [0, 1]).x.shape == (2, 1, *x.shape[1:])
+    assert from_arrays(x, [0, 1], axes="channels_first").x.shape == x.shape
+
+
+def test_values_far_from_one_are_told_of():
+    x = np.random.default_rng(0).uniform(0, 255, (20, 4))
+    assert from_arrays(x / 255, np.arange(20) % 2).notes == ()
+    (note,) = from_arrays(x, np.arange(20) % 2).notes
+    assert "and are used as they are" in note and "tokens" not in note
+    (note,) = from_arrays(x.astype(np.uint8), np.arange(20) % 2).notes
+    assert note.endswith("if they are tokens, give them as int64")
+    assert from_arrays(x.astype(np.uint8).reshape(20, 1, 2, 2), np.arange(20) % 2).notes == ()  # these are scaled
+
+
+def test_text_in_an_array_of_objects_is_text():
+    """A column of a data frame."""
+    assert from_arrays(X, np.array(["b", "a", "b", "a"], object)).class_names == ("a", "b")
+    with pytest.raises(DataError, match="y of type object"):
+        from_arrays(X, np.array(["b", None, "b", "a"], object))
 
 
 def test_groupings_have_names(tmp_path):

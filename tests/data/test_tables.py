@@ -91,6 +91,37 @@ def test_tables_that_cannot_be_are_refused(tmp_path: Path, text: str, message: s
         load(written(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (lambda row: f"{row},5", r"numbers with a decimal comma in the column 'b', such as '0,5'; write a point"),
+        (
+            lambda row: "?" if row == 7 else str(row),
+            r"has '\?' among the numbers of the column 'b'; leave the entry em",
+        ),
+    ],
+)
+def test_numbers_are_not_taken_for_categories(tmp_path: Path, entry: Any, message: str) -> None:
+    lines = [f"{row};{entry(row % 50)};{'ny'[row % 2]}" for row in range(400)]
+    with pytest.raises(DataError, match=message):
+        load(written(tmp_path, "\n".join(["a;b;ill", *lines])), roles=Roles.of("ill", None))
+
+
+def test_codes_with_letters_among_them_are_categories(tmp_path: Path) -> None:
+    lines = [f"{row};{'12AB'[row % 4]};{'ny'[row % 2]}" for row in range(40)]
+    data = load(written(tmp_path, "\n".join(["a;b;ill", *lines])), roles=Roles.of("ill", None))
+    assert data.preparation.columns[1].categories == ("1", "2", "A", "B")
+
+
+def test_whole_numbers_that_are_classes_are_told_of(tmp_path: Path) -> None:
+    lines = [f"{row},{row % 7}" for row in range(70)]
+    path = written(tmp_path, "\n".join(["age,stars", *lines]))
+    (note,) = load(path, roles=Roles.of("stars", None)).notes
+    assert note == "whole numbers in 'stars' are classes; else give --task regression"
+    assert load(path, roles=Roles.of("stars", None, "regression")).notes == ()
+    assert load(written(tmp_path), roles=Roles.of("ill", None)).notes == ()
+
+
 def test_columns_of_a_table_are_of_no_other_data() -> None:
     with pytest.raises(DataError, match="--target and --groups are for tables"):
         load("digits", roles=Roles.of("ill", None))

@@ -20,12 +20,16 @@ from fedloom.core.errors import ConfigError
 from fedloom.core.task import CLASSIFICATION
 from fedloom.core.trees import Tree
 from fedloom.data.preparation import Column, Preparation, images
+from fedloom.data.registry import load
+from fedloom.deploy import ray
 from fedloom.deploy.bounds import sums_of
 from fedloom.deploy.client import answer
 from fedloom.deploy.codec import facts_of, pack
 from fedloom.deploy.options import read
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.training.config import parse_options
+from fedloom.training.simulation import split
 
 GIVEN = Preparation("table", (Column("when"), Column("ward", categories=("east", "north")), Column("flag")), ("y",))
 TABLE = {"preparation": GIVEN.as_text(), "input_shape": "4"}
@@ -96,6 +100,22 @@ def test_one_client_cannot_decide(tmp_path: Path) -> None:
     assert np.sqrt(found.variance).max() < 10
     assert found.number.tolist() == [250, 250] and found.categories.tolist() == [90.0]
     assert sums_of({"e": told([1.0, 2.0], [-5.0, 4.0])}, weights, missing=True).variance.tolist() == [0, 4]
+
+
+def test_nodes_of_a_simulation_have_raw_samples_too(tmp_path: Path) -> None:
+    """With categories as training data have them, and the classes' names in the app."""
+    rows = [f"{40 + row % 9},{'north' if row % 2 else 'south'},{'ny'[row % 2]}" for row in range(60)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,ward,ill", *rows]))
+    given = {"dataset": str(tmp_path / "a.csv"), "target": "ill", "partition": "iid", "clients": 2, "model": "mlp"}
+    federation, x = ray._federation(tuple(given.items()))
+    options, config = parse_options("fedavg", given)
+    arrays = load(options.dataset, None, options.roles)
+    parts = split(options, arrays)
+    settings = ray._app(tmp_path / "app", "fedavg", options, config, arrays, parts).settings
+    assert settings.preparation is not None
+    expected = settings.preparation.fitted(settings.preparation.sums(x[trained(federation)])).apply(x)
+    np.testing.assert_allclose(expected, federation.x.numpy(), rtol=1e-5, atol=1e-6)
+    assert settings.deploy.class_names == ("n", "y")
 
 
 def told(mean: Any, variance: Any, number: float = 50, categories: float = 10) -> Tree:

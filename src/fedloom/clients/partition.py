@@ -682,8 +682,8 @@ def _check_labels(labels: np.ndarray, parts: tuple[tuple[Scheme, Any], ...]) -> 
     for scheme, _ in parts:
         if scheme.name != "iid" and not _has_classes(labels):
             raise ConfigError(
-                f"Scheme {scheme.usage!r} splits by class, but the labels are real numbers (regression "
-                "targets); use 'iid' or 'group:NAME'."
+                f"Scheme {scheme.usage!r} splits by class, but samples have no single class (they have "
+                "targets, or several labels); use 'iid' or 'group:NAME'."
             )
 
 

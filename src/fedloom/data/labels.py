@@ -25,7 +25,7 @@ def classes_of(what: str, y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     if y.dtype.kind in "ui" and len(values) > MANY and len(y) < FEW_EACH * len(values):
         raise DataError(
             f"{what} has {len(values)} different whole numbers in y for {len(y)} samples; give classes as text, "
-            "y.astype(str), or targets of a regression as y.astype(float)[:, None]."
+            "y.astype(str), or targets of a regression as y.astype(float)[:, None]; of a table, --task says which."
         )
     names = tuple(map(str, values.tolist()))
     if "" in names:

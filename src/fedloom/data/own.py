@@ -6,7 +6,8 @@ windows (samples, channels, length), 4 are images (samples, channels, height, wi
 axis for the channel would be taken for windows: give them one with ``x[:, None]``. Samples with the channels
 last are turned where that is plain: images (samples, height, width, channels) whose last axis is 1, 3 or 4 long and
 the second is not; windows (samples, steps, channels) with at least four times as many steps as channels, which a note
-says. Windows with more steps than channels, but fewer than that, are refused without ``axes``.
+says. Windows with more steps than channels, but fewer than that, are refused without ``axes``; so is whatever may be
+grey images that lack an axis: bytes with three axes, or two axes of nearly one length.
 
 Images of bytes (uint8, 4 axes) are raw: they are centred and scaled by their channels' mean and deviation in training
 data (``preparation``). Any other numbers are taken as they are, so normalise them first.
@@ -40,6 +41,10 @@ Task = Literal["classification", "multilabel", "regression", "seq"]
 Axes = Literal["channels_first", "channels_last"]
 PLAIN = 4
 """So many times as many steps as channels a window has, to be turned without being asked about."""
+SQUARE = 2
+"""Fewer times as many steps as channels than this, and it may be a grey image."""
+LARGE = 10.0
+"""Samples whose values are larger than this on average are told to be used as they are."""
 GROUP = "group_"
 """How the names of arrays begin that are groupings."""
 _CHANNELS = (1, 3, 4)
@@ -91,6 +96,7 @@ def from_arrays(
         labels = _float32(what, "y", targets)
     first, notes = (features, ()) if tokens else _channels_first(what, features, axes)
     samples = _tokens(what, first) if tokens else _features(what, first)
+    notes = notes if tokens else (*notes, *_large(samples, features))
     return Arrays(
         name=name,
         x=samples,
@@ -193,6 +199,8 @@ def _array(what: str, key: str, value: ArrayLike) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise DataError(f"{what} has rows of several lengths in {key}; give all one shape.") from error
+    if array.dtype.kind == "O" and all(isinstance(one, str) for one in array.reshape(-1)):
+        array = array.astype(str)  # a column of a data frame
     if array.dtype.kind not in "buifUS":
         raise DataError(f"{what} has {key} of type {array.dtype}; expected numbers or strings.")
     return array
@@ -210,6 +218,12 @@ def _channels_first(what: str, x: np.ndarray, axes: Axes | None) -> tuple[np.nda
     if x.ndim == 4:
         return (turned if x.shape[3] in _CHANNELS and x.shape[1] not in _CHANNELS else x), ()
     rows, last = x.shape[1:]
+    if x.dtype == np.uint8 or rows <= last < SQUARE * rows:
+        raise DataError(
+            f"{what} has x of shape {x.shape} and type {x.dtype}: grey images, or windows of signals? Give grey images "
+            'an axis for the channel, x[:, None]; for windows, say axes="channels_first" or "channels_last"; in a '
+            'file, an array axes=["channels_last"].'
+        )
     if rows <= last:
         return x, ()
     if rows < PLAIN * last:
@@ -233,6 +247,18 @@ def _features(what: str, x: np.ndarray) -> np.ndarray:
     if x.ndim == 4 and x.dtype == np.uint8:
         return np.ascontiguousarray(x)
     return _float32(what, "x", x)
+
+
+def _large(samples: np.ndarray, given: np.ndarray) -> tuple[str, ...]:
+    """A note on values that are far from 1 and are not prepared."""
+    if samples.dtype == np.uint8 or not samples.size or not float(np.abs(samples).mean()) > LARGE:
+        return ()
+    other = ", or give images as bytes (uint8)" if samples.ndim == 4 else ""
+    tokens = "; if they are tokens, give them as int64" if given.ndim == 2 and given.dtype == np.uint8 else ""
+    return (
+        f"values in x go from {samples.min():g} to {samples.max():g} and are used as they are; networks learn better "
+        f"from values near 1: subtract the mean and divide by the deviation{other}{tokens}",
+    )
 
 
 def are_tokens(x: np.ndarray) -> bool:

@@ -291,14 +291,15 @@ def as_numbers(values: np.ndarray, what: str) -> np.ndarray:
         try:
             found = np.where(values == "", "nan", values).astype(np.float64)
         except ValueError:
-            strange = next(text for text in values.tolist() if text and not _is_number(text))
+            strange = next(text for text in values.tolist() if text and not is_number(text))
             raise DataError(f"{what} the text {strange!r}; expected numbers.") from None
     if np.isinf(found).any():
         raise DataError(f"{what} infinite values; remove or replace those samples.")
     return found
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a text is a number."""
     try:
         float(text)
     except ValueError:

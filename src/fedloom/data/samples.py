@@ -49,10 +49,7 @@ def raw_samples(x: Any, preparation: Preparation) -> np.ndarray:
     raw = np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x)
     if preparation.kind == "table":
         if raw.dtype.kind not in "buif" or raw.ndim != 2 or raw.shape[1] != len(preparation.columns):
-            raise DataError(
-                f"Got samples of type {raw.dtype} and shape {raw.shape}; expected a table with the columns "
-                f"{', '.join(column.name for column in preparation.columns)}, by name and in any order."
-            )
+            raise _no_table(raw, preparation)
         return raw.astype(np.float64)
     whole = raw.dtype == np.uint8 or (
         raw.dtype.kind in "buif"
@@ -68,11 +65,21 @@ def raw_samples(x: Any, preparation: Preparation) -> np.ndarray:
     return raw
 
 
+def _no_table(given: Any, preparation: Preparation) -> DataError:
+    plain = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+    return DataError(
+        f"Got samples of type {plain.dtype} and shape {plain.shape}; expected a table with the columns "
+        f"{', '.join(column.name for column in preparation.columns)}, by name and in any order."
+    )
+
+
 def prepared_samples(
     x: Any, shape: tuple[int, ...], preparation: Preparation | None, tokens: Tokens | None = None
 ) -> Tensor:
     """Samples as networks take them: raw ones prepared, checked to be of that shape and finite, or tokens."""
     if preparation is not None:
+        if preparation.kind == "table" and not (isinstance(x, str | Path) or is_columns(x)):
+            raise _no_table(x, preparation)  # an array's columns may be in another order
         raw = raw_samples(x, preparation)
         if preparation.kind == "images":
             raw = arranged(raw, shape)
@@ -94,7 +101,11 @@ def arranged(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def labels_among(x: Any, preparation: Preparation | None) -> Any:
-    """The labels that a table has besides its features; None without."""
+    """The labels that a table has besides its features, or a file beside its samples; None without."""
+    if isinstance(x, str | Path):
+        x, y = samples_from(x)
+        if y is not None:
+            return y
     if preparation is None or preparation.kind != "table" or not is_columns(x):
         return None
     columns = columns_of(x)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +21,15 @@ import numpy as np
 from fedloom.core.errors import DataError, NeedsError
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
-from fedloom.data.preparation import Column, Preparation, as_numbers, as_texts
+from fedloom.data.preparation import Column, Preparation, as_numbers, as_texts, is_number
 
 SUFFIXES = (".csv", ".parquet")
 NOTHING = {"", "na", "n/a", "nan", "null", "none"}
 CLIENT, SPLIT, TARGET = "client", "split", "y"
 MANY = 20
 """So many different texts, and one in four rows with another: this is no category, but a name."""
+
+COMMA = re.compile(r"[+-]?\d+(,\d+)?")
 
 Columns = dict[str, np.ndarray]
 
@@ -191,6 +195,11 @@ def _dataset(columns: Columns, roles: Roles, name: str) -> Arrays:
         classes=roles.target if several else None,
         groups={one: as_texts(columns[one]) for one in apart if one != SPLIT},
     )
+    if task is None and y.dtype.kind == "i" and found.sample_classes > 2:
+        name = roles.target[0]
+        found = replace(
+            found, notes=(*found.notes, f"whole numbers in {name!r} are classes; else give --task regression")
+        )
     return found.raw(preparation.encoded(columns, what), preparation)
 
 
@@ -227,6 +236,16 @@ def _column(what: str, name: str, values: np.ndarray) -> Column:
     else:
         return Column(name)
     categories = [text for text in np.unique(values).tolist() if text]
+    if categories and all(COMMA.fullmatch(text) for text in categories):
+        raise DataError(
+            f"{what} has numbers with a decimal comma in the column {name!r}, such as {categories[0]!r}; write a point."
+        )
+    others = [text for text in categories if not is_number(text)]
+    if len(categories) - len(others) > MANY:
+        raise DataError(
+            f"{what} has {others[0]!r} among the numbers of the column {name!r}; leave the entry empty where nothing "
+            "is known or, if these are categories, write them with a letter, such as 'c12'."
+        )
     if len(categories) > MANY and 4 * len(categories) > len(values):
         raise DataError(
             f"{what} has {len(categories)} different texts in the column {name!r} for {len(values)} samples, too many "

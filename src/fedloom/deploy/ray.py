@@ -20,8 +20,11 @@ from flwr.clientapp import ClientApp
 
 from fedloom import algorithms
 from fedloom.clients.federation import Federation
+from fedloom.clients.partition import Partition
 from fedloom.core.config import build
+from fedloom.core.errors import ConfigError
 from fedloom.core.task import TASKS
+from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.deploy.client import answer
 from fedloom.deploy.local import LINK, App, follow
@@ -35,7 +38,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.runs.files import file_name
 from fedloom.runs.options import RunOptions
 from fedloom.training.server_data import share_is_refused
-from fedloom.training.simulation import federation_of, resolve, split
+from fedloom.training.simulation import federation_of, fitted, resolve, split
 
 CLIENT = '''\
 """Clients of a simulation."""
@@ -51,28 +54,36 @@ def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: 
     share_is_refused(options.server_data)
     arrays = load(options.dataset, options.data_root, options.roles)
     options = resolve(options, arrays)
-    clients = split(options, arrays).clients
-    for one in clients:
+    parts = split(options, arrays)
+    for one in parts.clients:
         check_name(one.id)
     folder = Path(mkdtemp(prefix="fedloom-ray-"))
     try:
-        app = _app(folder / "app", method, options, config, federation_of(options, arrays, split(options, arrays)))
+        app = _app(folder / "app", method, options, config, arrays, parts)
         given = {name: value for name, value in asdict(options).items() if name != "engine" and value is not None}
         (app.folder / "federation" / "client.py").write_text(
             CLIENT.format(options=given, folder=str(folder / "nodes")), encoding="utf-8"
         )
-        _run(app, out, len(clients), sum(not one.unseen for one in clients), shown)
+        _run(app, out, len(parts.clients), len(parts.participants), shown)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return RunDirectory.open(out)
 
 
-def _app(folder: Path, method: str, options: RunOptions, config: Any, federation: Federation) -> App:
+def _app(folder: Path, method: str, options: RunOptions, config: Any, arrays: Arrays, parts: Partition) -> App:
+    given = fitted(arrays, parts)
+    if given and (options.client_shift or options.unseen_shift):
+        raise ConfigError("--engine flower-sim does not shift images of bytes. Give them as numbers, or leave it out.")
+    if any("," in name for name in arrays.class_names):
+        raise ConfigError("A class has a comma in its name, which separates names in an app of Flower's; rename it.")
+    federation = federation_of(options, arrays, parts, given)
     model = next(iter(federation.models.values()))
     about = {
         "input_shape": "x".join(map(str, federation.x.shape[1:])),
         "num_outputs": model.num_outputs,
         "task": next((name for name, task in TASKS.items() if task is federation.task), options.task),
+        "classes": ",".join(arrays.class_names),
+        "preparation": given.form.as_text() if given else "",
         "vocabulary": model.tokens.vocabulary if model.tokens else 0,
         "networks": ",".join(name for name in _names(options) if ":" in name),
         "quorum": 0.0,
@@ -112,7 +123,7 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
     app = ClientApp()
 
     def respond(message: Message, context: Context) -> Message:
-        federation = _federation(tuple(sorted(options.items())))
+        federation, x = _federation(tuple(sorted(options.items())))
         one = list(federation.roster.values())[int(context.node_config["partition-id"])]
         role = "newcomer" if one.unseen else "participant"
         own = f"{folder}/{file_name(one.id)}"
@@ -121,7 +132,7 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
         blind = one.unseen and not algorithms.get(settings.method).needs_labels(settings.config)
 
         def data(node: Any) -> Any:
-            parts = {split: (federation.x[rows], federation.y[rows]) for split, rows in one.rows.items()}
+            parts = {split: (x[rows], federation.y[rows]) for split, rows in one.rows.items()}
             return {**parts, "train": (parts["train"][0], None)} if blind else parts
 
         about: Any = SimpleNamespace(run_config=context.run_config, node_config=node)
@@ -135,7 +146,13 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
 
 
 @cache  # workers of Ray live on
-def _federation(items: tuple[tuple[str, Any], ...]) -> Federation:
+def _federation(items: tuple[tuple[str, Any], ...]) -> tuple[Federation, Any]:
+    """The simulation, and the samples as its nodes have them: raw ones are prepared as the server says."""
     options = build(RunOptions, dict(items))
     arrays = load(options.dataset, options.data_root, options.roles)
-    return federation_of(options, arrays, split(options, arrays))
+    parts = split(options, arrays)
+    given = fitted(arrays, parts)
+    federation = federation_of(options, arrays, parts, given)
+    if given is None or arrays.preparation is None:
+        return federation, federation.x
+    return federation, arrays.preparation.translated(arrays.x, given)
