@@ -71,6 +71,10 @@ SETTINGS = {
     "fashion-0.5-shifted": Setting(
         "Fashion-MNIST, Dirichlet 0.5, a camera per client", "fashion_mnist", "dirichlet:0.5", True, **FASHION
     ),
+    "cifar10-0.5-shifted": Setting(
+        "CIFAR-10, Dirichlet 0.5, a camera per client", "cifar10", "dirichlet:0.5", True, **FASHION
+    ),
+    "cifar10-iid-shifted": Setting("CIFAR-10, IID, a camera per client", "cifar10", "iid", True, **FASHION),
 }
 
 
@@ -177,7 +181,8 @@ def main() -> None:
                                if number != "title"), flush=True)  # fmt: skip
         made = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "hardware": "CPU",
                 "torch": torch.__version__}  # fmt: skip
-        command = f"python benchmarks/guard.py --seeds {' '.join(map(str, args.seeds))}"
+        chosen = "" if len(args.settings) == len(SETTINGS) else f" --settings {' '.join(args.settings)}"
+        command = f"python benchmarks/guard.py --seeds {' '.join(map(str, args.seeds))}{chosen}"
         result = {"format": 1, "command": command, "made": made, "seeds": args.seeds, "settings": found}
         write_file(args.out, json.dumps(result, indent=1).encode())
     print(f"all: {time.process_time() - start:.0f} seconds of processor time")

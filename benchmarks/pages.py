@@ -287,10 +287,11 @@ def newcomers_told(_: str) -> str:
 @block
 def newcomers_tried(_: str) -> str:
     """Settings by what newcomers with all their samples gain, with the federation's trial and without it."""
-    found = json.loads((RESULTS / "trial" / "newcomers.json").read_text())
+    files = {path: json.loads(path.read_text()) for path in sorted((RESULTS / "trial").glob("*.json"), reverse=True)}
     body = []
-    for one in found["settings"].values():
-        row, seeds = one["all"], {"seeds": found["seeds"]}
+    settings = [({"seeds": made["seeds"]}, one) for made in files.values() for one in made["settings"].values()]
+    for seeds, one in settings:
+        row = one["all"]
         worst = min(run["guarded"] - run["plain"] for number in ("10", "all") for run in one[number]["runs"])
         told = "–" if row["change_of_corrected"] is None else f"{row['change_of_corrected']:+.1f}"
         body.append([
@@ -299,8 +300,11 @@ def newcomers_tried(_: str) -> str:
             f"{worst:+.1f}", f"{row['corrected']['mean']:.0f}%", told,
         ])  # fmt: skip
     columns = ["", "FedAvg", "gain without the trial", "gain with it", "worst seed", 'told "corrected"', "their gain"]
-    made = in_words([Made(**found["made"])])
-    return with_provenance(numbers(columns, body), f"`{found['command']} --out results/trial/newcomers.json`: {made}.")
+    lines = [
+        f"`{found['command']} --out results/trial/{path.name}`: {in_words([Made(**found['made'])])}."
+        for path, found in files.items()
+    ]
+    return with_provenance(numbers(columns, body), *(lines if len(lines) == 1 else [f"- {one}" for one in lines]))
 
 
 def _gained(found: dict[str, float], one: dict[str, Any]) -> str:
