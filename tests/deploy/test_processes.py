@@ -23,7 +23,7 @@ from deploy.test_stopping import running_below, wait_until
 from fedloom.core.errors import RunError
 from fedloom.core.trees import flatten
 from fedloom.deploy.keys import make_keys
-from fedloom.deploy.local import App, Federation, app_in, follow, resume, started
+from fedloom.deploy.local import App, Federation, app_in, follow, local, resume, started
 from fedloom.deploy.processes import free_port
 from fedloom.deploy.proxy import write_nginx_config
 from fedloom.deploy.ray import run_on_ray
@@ -357,3 +357,19 @@ def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
             process.kill()
         assert process.stderr and b"go on with `fedloom deploy resume" in process.stderr.read()
     assert running_below(app.local) == []
+
+
+def test_changes_are_added_up_under_masks_with_signed_keys(tmp_path: Path) -> None:
+    """In a sum each client counts once, as in the rule ``mean``."""
+    options = {**QUICK, "rounds": 1, "cohort": 3, "eval_every": 99}
+    app = app_for(tmp_path / "app", "fedavg", MODELS[:1], **options, secure_aggregation="signed", deliver=False)
+    make_keys(app.folder / "keys", ["0", "1", "2"], ["127.0.0.1", "localhost"])
+    directory = local(app, 3, 0, Quiet(), tls=True)
+    (record,) = directory.records()
+    assert record["dropped"] == [] and set(record["told"]["train"]) == {"masked"}
+    expected = fedloom.run(
+        "fedavg", dataset="digits", clients=3, model=MODELS[0], engine="sequential", aggregate="mean",
+        out=tmp_path / "expected", progress="quiet", **options, **SHARED,
+    )  # fmt: skip
+    found, wanted = (flatten(one.load("last").state) for one in (directory, expected.directory))
+    assert all(found[path].allclose(leaf, rtol=0, atol=1e-6) for path, leaf in wanted.items())

@@ -88,7 +88,7 @@ def _needs(method: Algorithm) -> str:
     """Needs that are there; those that have kinds with their kind."""
     wanted = {name: value for name, value in asdict(method.needs).items() if value and value != "none"}
     named = [(f"{value} " if isinstance(value, str) else "") + n.replace("_", " ") for n, value in wanted.items()]
-    return ", ".join([*named, *(["only means"] if method.means else [])])
+    return ", ".join([*named, "only means" if method.means else "individual replies"])
 
 
 def _newcomers(method: Algorithm) -> str:

@@ -16,6 +16,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build, with_implied
 from fedloom.core.contract import Home, Program
 from fedloom.core.errors import ConfigError, DataError
-from fedloom.core.trees import Tree, leaves
+from fedloom.core.trees import ClientId, Tree, leaves
 from fedloom.core.wire import encode
 from fedloom.data.preparation import Preparation
 from fedloom.data.samples import arranged, labels_among, numbered, raw_samples
 from fedloom.deploy import node
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
+from fedloom.deploy.pact import SUM
 from fedloom.deploy.store import Refusal, Store
+from fedloom.deploy.summing import Member, summing
 from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import ClientFault
 from fedloom.engines.machine import Machine
@@ -80,6 +83,7 @@ def client_app(load_data: LoadData, build_model: BuildModel) -> ClientApp:
 
     app.query("hello")(respond)
     app.query("deploy")(respond)
+    app.query("sum")(respond)
     app.train()(respond)
     return app
 
@@ -93,8 +97,11 @@ def answer(
     """
     try:
         asked = facts_of(content)
+        settings = read(context.run_config)
+        if kind == SUM:
+            return pack(part_in_sum(settings, context.node_config, asked))
         told, raw = str(asked.get("preparation", "")), asked.get("program") == PREPARING
-        client = Participant(read(context.run_config), context.node_config, load_data, build_model, told, raw=raw)
+        client = Participant(settings, context.node_config, load_data, build_model, told, raw=raw)
         if kind == "query.hello":
             return client.hello(str(asked["run"]))
         if kind == "query.deploy":
@@ -113,6 +120,23 @@ def _told(error: Exception, kind: str) -> str:
         return SPOILT
     at = re.match(r"raised \w+ in (init|step|final)\b", str(error)) if isinstance(error, ClientFault) else None
     return f"{at[0] if at else f'failed with {type(error).__name__} in {kind}'}; its own log says why"
+
+
+def part_in_sum(settings: Settings, about: NodeConfig, asked: Mapping[str, Any]) -> Mapping[str, str]:
+    """The answer to a message of a secure sum; for these, neither data nor a model are needed."""
+    own = own_options(about)
+    sums, (store, _) = summing(settings, own), folder_of(own)
+    if sums is None or own.role == "newcomer":
+        raise Refusal("was asked for a part in a secure sum, which its own config has none of.")
+    return Member(sums, own, store, asked).respond(asked)
+
+
+def folder_of(own: NodeOptions) -> tuple[Store, ClientId]:
+    """The node's folder, and who the node is."""
+    store = Store(Path(own.folder or Path.home() / ".fedloom" / "node"))
+    name = own.client or store.name
+    store.claim(name)
+    return store, name
 
 
 class Participant:
@@ -136,9 +160,8 @@ class Participant:
             torch.set_num_threads(options.threads)
         self.config = own_config(settings.config, about)
         self.algorithm = algorithm_of(settings.method, options)
-        self.store = Store(Path(self.own.folder or Path.home() / ".fedloom" / "node"))
-        self.name = self.own.client or self.store.name
-        self.store.claim(self.name)
+        self.sums = summing(settings, self.own)
+        self.store, self.name = folder_of(self.own)
         device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
         told = Told(about)
         network, data = build_model(told), load_data(told)
@@ -201,7 +224,7 @@ class Participant:
         if not self.newcomer:
             if not self._is_enough("train"):
                 raise Refusal(f"has {len(rows['train'])} training samples, fewer than its own min-batch.")
-            facts["samples"] = len(rows["train"])
+            facts["samples"] = 1 if self.sums else len(rows["train"])  # in a sum each client counts once
         if self.algorithm.told == "size":
             return pack({**facts, "size": self.model.size})
         return pack({**facts, "model": json.dumps([self.model.spec.name, self.model.spec.options])})
@@ -211,13 +234,18 @@ class Participant:
         run, start, end = str(asked["run"]), int(asked["from_version"]), int(asked["to_version"])
         program = self._program(str(asked["program"]))
         self._check_told(asked)
+        masking = self._masking(asked)
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
         name = str(asked["client"])
         reply, after, noised = node.answer(
             self._engine(name), name, program, asked["stage"], int(asked["ask"]), shared, mine, self._memory(run, start)
         )
         self._check_enough(program, reply)
-        if noised:
+        if masking:
+            reply = masking(reply)
+        elif self.sums and any(leaves(reply)) and not program.name.startswith(EVALUATION):
+            raise Refusal("tells what it learned only in a secure sum, and was asked for it by itself.")
+        elif noised:
             reply = _on(self.store.once(run, _question(program, asked, shared, mine), reply, self.own.max_answers),
                         self.federation.device)  # fmt: skip
         if after is not None:
@@ -234,6 +262,15 @@ class Participant:
             log.warning("Refused to run %r: it is not what a %s of %s does here", asked, role, self.algorithm.name)
             raise Refusal(f"was asked for {asked!r}, which its own config does not allow a {role}.")
         return self.programs[name]
+
+    def _masking(self, asked: Mapping[str, Any]) -> Callable[[Tree], Tree] | None:
+        """How what is asked for is masked, if it is to be: once, so it is written down that it was."""
+        if "letters" not in asked:
+            return None
+        if self.sums is None:
+            raise Refusal("was asked for a part in a secure sum, which its own config has none of.")
+        member = Member(self.sums, self.own, self.store, asked)
+        return partial(member.masked, self.algorithm, member.taking_part(asked))
 
     def _may_tell_of(self, split: str) -> bool:
         """Of training data the program decides: a newcomer's need not tell anything."""

@@ -33,6 +33,8 @@ from fedloom.deploy.bounds import (
     weights_of,
 )
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
+from fedloom.deploy.collecting import Collector
+from fedloom.deploy.options import Sums
 from fedloom.engines.engine import AbstractEngine, Session
 from fedloom.engines.job import Dropped, Job, Outcome
 from fedloom.programs.evaluation import EVALUATION
@@ -59,6 +61,8 @@ class Rules(NamedTuple):
     """How many times the usual norm a reply may have; 0: no bound."""
     max_weight: float = 0.0
     """How many times the median number of samples a client may count for; 0: no bound."""
+    sums: Sums | None = None
+    """How changes are added up before they are seen; None: each is told by itself."""
 
 
 class Flower(AbstractEngine):
@@ -113,7 +117,14 @@ class Flower(AbstractEngine):
     def answer(self, job: Job) -> Iterable[Outcome]:
         """Ask all, and take each answer by itself: nobody's fault is another's."""
         new = self._new_version(job)
-        contents = {client: self._content(job, client, new) for client in job.clients}
+        if self.rules.sums and job.clients:
+            wanted = job.program.expects(job.shared, job.mine[job.clients[0]])
+            if not wanted.keys().isdisjoint(self.algorithm.means):
+                return [Collector(self, job, new).outcome()]
+        return self._answers(job, new)
+
+    def _answers(self, job: Job, new: int) -> Iterable[Outcome]:
+        contents = {client: self.content(job, client, new) for client in job.clients}
         answers = self.exchange(ASK, contents, self.rules.timeout)
         replies: dict[ClientId, Tree] = {}
         memories: dict[ClientId, Tree] = {}
@@ -145,9 +156,11 @@ class Flower(AbstractEngine):
         self._newest = max([time.time_ns() // 1000, self._newest + 1, *(version + 1 for version in known)])
         return self._newest
 
-    def _content(self, job: Job, client: ClientId, new: int) -> RecordDict:
+    def content(self, job: Job, client: ClientId, new: int, **more: str | int) -> RecordDict:
+        """An ask."""
         facts: dict[str, str | int] = {
-            **self._ticket(job, client),
+            **self.ticket(job, client),
+            **more,
             "program": job.program.name,
             "from_version": int(job.memories[client][VERSION]),
             "to_version": new,
@@ -156,26 +169,33 @@ class Flower(AbstractEngine):
         }
         return pack(facts, shared=job.shared, mine=job.mine[client])
 
-    def _ticket(self, job: Job, client: ClientId) -> dict[str, str | int]:
+    def ticket(self, job: Job, client: ClientId) -> dict[str, str | int]:
         """What an ask and its reply have in common."""
         return {"run": self.run, "client": client, "stage": job.moment.stage, "ask": job.moment.ask}
+
+    def facts_of(self, job: Job, client: ClientId, answer: RecordDict) -> dict[str, Any]:
+        """The facts of a reply that is one to this ask."""
+        facts = facts_of(answer)
+        if "error" in facts:
+            raise Malformed(str(facts["error"]))
+        for name, value in self.ticket(job, client).items():
+            if facts.get(name) != value:
+                raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
+        return facts
+
+    def memory_after(self, job: Job, client: ClientId, new: int, facts: Mapping[str, Any]) -> Tree:
+        """The memory that goes with a reply."""
+        before = job.memories[client]
+        return {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
 
     def _read(self, job: Job, client: ClientId, new: int, answer: RecordDict | str) -> tuple[Tree, Tree]:
         """A reply and the memory that goes with it."""
         if isinstance(answer, str):
             raise Malformed(answer)
-        facts = facts_of(answer)
-        if "error" in facts:
-            raise Malformed(str(facts["error"]))
-        for name, value in self._ticket(job, client).items():
-            if facts.get(name) != value:
-                raise Malformed(f"replied for {name} {facts.get(name)!r}; asked was {value!r}")
+        facts = self.facts_of(job, client, answer)
         expected = job.program.expects(job.shared, job.mine[client])
         reply: Tree = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
-        reply = self._checked(job.program, client, reply)
-        before = job.memories[client]
-        after = {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
-        return reply, after
+        return self._checked(job.program, client, reply), self.memory_after(job, client, new, facts)
 
     def _checked(self, program: Program, client: ClientId, reply: Tree) -> Tree:
         """The reply with what counts of what it claims."""

@@ -162,13 +162,29 @@ def alone(app: App) -> Iterator[None]:
 @contextmanager
 def running(app: App, roster: Roster) -> Iterator[Federation]:
     """Link and nodes, with the data in the nodes' folders."""
-    federation = Federation(app, roster.keys(app))
+    federation, told = Federation(app, roster.keys(app)), {}
+    for number, client in enumerate(roster.clients):
+        model = {"model": network(app.trial, number, app.settings.deploy.shape, app.settings.tokens)}
+        takes_part = number < roster.nodes
+        more = _identity(app.settings, federation.keys, client) if takes_part else {"role": "newcomer"}
+        told[client] = model | more
     with federation.processes:
         federation.start_link()
-        for number, client in enumerate(roster.clients):
-            told = {"model": network(app.trial, number, app.settings.deploy.shape, app.settings.tokens)}
-            federation.start_node(client, told | ({"role": "newcomer"} if number >= roster.nodes else {}))
+        for client, config in told.items():
+            federation.start_node(client, config)
         yield federation
+
+
+def _identity(settings: Settings, keys: Path | None, client: str) -> dict[str, str]:
+    """What a node signs by, where sums are signed."""
+    if not (settings.sums and settings.sums.signed):
+        return {}
+    if keys is None:
+        raise ConfigError(
+            "secure-aggregation is signed, and nodes have no keys without --tls; make some with `fedloom deploy keys`, "
+            "then give --tls, or set secure-aggregation to unsigned."
+        )
+    return {"identity": str(keys / "nodes" / file_name(client)), "peers": str(keys / "clients")}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedloom import algorithms
 from fedloom.core.config import build, check, option
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError, NeedsError, unknown
 from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
 from fedloom.core.tokens import Tokens
 from fedloom.data.preparation import Preparation
@@ -62,6 +62,15 @@ class DeployOptions:
         0.5, "Share of the clients asked that must answer; else the round is done again.", low=0, high=1
     )
     repeats: int = option(3, "How often a round without a quorum is done again before the run stops.", low=0)
+    secure_aggregation: Literal["none", "unsigned", "signed"] = option(
+        "none",
+        "Clients' changes reach the server as a sum, each under masks: with keys that the server passes on, or with "
+        "keys that the nodes sign.",
+    )
+    sum_norm: float = option(
+        10.0, "The largest norm of a change in such a sum; clients shorten longer ones. With dp-noise it is dp-clip.",
+        above=0,
+    )  # fmt: skip
     max_norm: float = option(
         100.0, "How many times the median norm of a round's replies one may have; 0: no bound.", low=0
     )
@@ -106,12 +115,29 @@ class NodeOptions:
     max_answers: int = option(
         10_000, "Answers with noise on them that it gives in all, kept count of in its folder; then it refuses.", low=1
     )
+    min_summed: int = option(
+        0,
+        "It tells what it learned only in a secure sum of at least so many clients; 0: as the app has it, of at least "
+        "three.",
+        low=0,
+    )
+    identity: str = option("", "For signed sums: the file with its own private key, as in keys/nodes.")
+    peers: str = option("", "For signed sums: its own folder with NAME.pub for every client, as in keys/clients.")
     min_batch: int = option(8, "Fewest samples that anything it tells the server may be computed on.", low=1)
     adapt_clip: float | None = option(None, "Its own bound on what it tells for --adapt prior.", low=0)
     adapt_noise: float | None = option(None, "Its own noise on that, in units of the bound.", low=0)
 
     def __post_init__(self) -> None:
         check(self)
+
+
+class Sums(NamedTuple):
+    """How clients' changes are added up so that the server sees none of them."""
+
+    norm: float
+    """The largest norm of a change."""
+    signed: bool
+    """Clients know each other's keys, and do not take the server's word for them."""
 
 
 class Settings(NamedTuple):
@@ -126,6 +152,12 @@ class Settings(NamedTuple):
     def task(self) -> Task:
         """What the clients' models are for."""
         return CLASSIFICATION if self.run.task == "auto" else task_named(self.run.task)
+
+    @property
+    def sums(self) -> Sums | None:
+        """How changes are added up; None: each is told by itself."""
+        kind = self.deploy.secure_aggregation
+        return None if kind == "none" else Sums(self.run.dp_clip or self.deploy.sum_norm, kind == "signed")
 
     @property
     def preparation(self) -> Preparation | None:
@@ -172,4 +204,32 @@ def read(table: Mapping[str, Any]) -> Settings:
         raise ConfigError(
             "vocabulary is 0, and the task is seq, a label for each token; say how many tokens there are."
         )
+    if settings.sums:
+        _check_summed(settings)
     return settings
+
+
+def _check_summed(settings: Settings) -> None:
+    """Refuse what needs to know of single clients more than a sum tells."""
+    algorithm, options = algorithms.get(settings.method), settings.run
+    if not algorithm.means:
+        raise NeedsError(
+            f"{algorithm.name} needs individual replies, and secure-aggregation hides them: it is for methods that "
+            'need only a mean over clients. `fedloom methods "only means"` lists them.'
+        )
+    needed = {
+        "aggregate": options.aggregate,
+        f"adapt {options.adapt}": options.adapt != "none",
+        "dp-quantile": options.dp_quantile,
+        "preparation": settings.deploy.preparation,
+    }
+    for name, given in needed.items():
+        if given:
+            raise NeedsError(
+                f"{name} needs individual replies, and secure-aggregation hides them. Leave one of the two out."
+            )
+    if options.sampling == "poisson":
+        raise NeedsError(
+            "sampling poisson has rounds of any size, and secure-aggregation none of few clients: what is drawn again "
+            "would not be accounted for. Set sampling to fixed."
+        )

@@ -27,6 +27,7 @@ from fedloom.core.trees import ClientId, PerClient, Tree
 from fedloom.data.preparation import Preparation
 from fedloom.deploy.bounds import believed, sums_of
 from fedloom.deploy.codec import pack, refusal
+from fedloom.deploy.collecting import SpentRound
 from fedloom.deploy.engine import VERSION, Flower, Rules
 from fedloom.deploy.keys import clients_by_key
 from fedloom.deploy.lobby import Greeting, Lobby
@@ -330,7 +331,7 @@ class Deployment(Trainer):
     def _engine(self, federation: Federation) -> Flower:
         """The way to these clients."""
         method, options, config, deploy = self.settings
-        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm, deploy.max_weight)
+        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm, deploy.max_weight, self.settings.sums)
         told = {one.client: one.samples for one in self.greetings if one.role == "participant"}
         return Flower(
             federation, algorithm_of(method, options), config, options.seed, self.lobby.run, self.lobby.exchange, rules,
@@ -373,6 +374,8 @@ class Deployment(Trainer):
                 failures.append(str(error))
                 if len(failures) > self.deploy.repeats:
                     raise
+                if isinstance(error, SpentRound):
+                    self.server.now = self.now._replace(round=error.last)
                 self.tell(f"{PAUSE:g} seconds, then does round {self.server.round + 1} again: {error}")
                 time.sleep(PAUSE)
                 continue

@@ -204,7 +204,7 @@ class Session:
         usable: list[Part] = []
         device = self.federation.device
         for clients, replies in outcome.replies.groups:
-            self.stats.up.update(dict.fromkeys(clients, num_bytes(replies) // len(clients)))
+            self.stats.up.update(dict.fromkeys(clients, outcome.masked or num_bytes(replies) // len(clients)))
             expected = program.expects(shared, mine[clients[0]])
             kept, number = outcome.memories.pick(clients), len(clients)
             reasons = refusals(expected, replies, number, self.federation.dtype)
@@ -223,7 +223,8 @@ class Session:
             if good:
                 usable.append((good, outcome.replies.pick(good)))
                 told = self.stats.told.setdefault(program.name, Counter())
-                told.update({name: num_bytes({name: branch}) for name, branch in usable[-1][1].items()})
+                branches = {name: num_bytes({name: branch}) for name, branch in usable[-1][1].items()}
+                told.update({"masked": outcome.masked * len(good)} if outcome.masked else branches)
         return usable
 
     @property

@@ -111,6 +111,8 @@ class Outcome:
     dropped: list[Dropped] = field(default_factory=list)
     seconds: Mapping[ClientId, float] = field(default_factory=dict)
     """How long each client took, where that is known: not of clients that run as one stack."""
+    masked: int = 0
+    """Bytes of a reply as it came, where replies came under masks and these were made of their sum; else 0."""
 
 
 class ClientFault(Exception):
