@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 
 from fedloom.runs.directory import EMBEDDINGS, ESTIMATES, METRICS, SCORES, RunDirectory
-from fedloom.runs.records import by_client, embeddings_line, scores_line, seconds_by_client
+from fedloom.runs.records import AUDIT, by_client, embeddings_line, scores_line, seconds_by_client
 from fedloom.runs.roster import Member, Roster
 
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADklEQVR4nGNsYGBiYAAAApIAhPd8o1gAAAAASUVORK5CYII="
+)
+"""A picture of two by two grey pixels."""
 CLASSES = 4
 TASK = {"name": "accuracy", "higher_is_better": True}
 
@@ -59,6 +64,17 @@ def made_run(
     if finished:
         run.write_summary(summary_of(run, best))
     return run
+
+
+def attacked(run: RunDirectory, names: Sequence[str] = ("invert",), picture: bytes = b"") -> None:
+    """Have attacks of these names found something, with a picture each."""
+    whole = {"value": 20.5, "low": 18.0, "high": 23.0, "chance": 11.0, "beats": True}
+    measures = [{"name": "likeness", "run": {**whole, "low": None, "high": None}, "control": whole}]
+    told = {"round": 6, "sees": "a reply", "knows": "the network", "control": "one step", "verdict": "It succeeded."}
+    run.write_extra(AUDIT, {name: {"attack": name, **told, "measures": measures} for name in names})
+    for name in names:
+        if name.isalpha():
+            (run.path / f"audit-{name}.png").write_bytes(picture or PNG)
 
 
 def write_rounds(

@@ -30,7 +30,8 @@ from fedloom.progress import Display, display
 from fedloom.reports.facts import facts_of
 from fedloom.reports.report import ON_DEMAND, figure, snippet
 from fedloom.reports.report import write as write_report
-from fedloom.robust.poison import BACKDOOR, TRIGGERED
+from fedloom.robust import TRIGGERED
+from fedloom.robust.poison import BACKDOOR
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export

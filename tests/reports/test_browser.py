@@ -17,7 +17,7 @@ from browser import Browser, program
 from fedloom.reports.report import write
 from fedloom.reports.watch import Watch
 from hostile import HOSTILE
-from made import made_run, summary_of, write_rounds
+from made import attacked, made_run, summary_of, write_rounds
 
 pytestmark = pytest.mark.skipif(program() is None, reason="there is no Chromium: apt-get install chromium")
 
@@ -36,6 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run with everything, several runs, and a run with names from hell."""
     root = tmp_path_factory.mktemp("runs")
     one = made_run(root / "one", clients=10, unseen=6, rounds=12, estimates=True)
+    attacked(one)
     one.write_extra("mix.json", {"round": 12, "client": ["0", "1"], "metric": [[1.0, 0.5], [0.4, 0.9]]})
     points = [{"admission_round": n, "client": ["new 0"], "metric": [n / 10]} for n in range(4)]
     one.write_extra("admission.json", {"round": 12, "points": points})

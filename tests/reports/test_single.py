@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from fedloom.reports import one
 from fedloom.reports.facts import Facts
+from fedloom.reports.page import Page
 from fedloom.reports.single import charts_of, page_of, warnings
 from fedloom.runs.directory import SCORES, RunDirectory
 from fedloom.runs.records import scores_line
-from made import broken, made_run
+from made import PNG, attacked, broken, made_run
 
 ERROR = {"name": "absolute_error", "higher_is_better": False}
 
@@ -130,3 +132,58 @@ def test_what_was_found_out_later_is_shown(tmp_path: Path, name: str) -> None:
     assert name.removesuffix(".json") not in charts_of(facts(run))
     run.write_extra(name, extra[name])
     assert name.removesuffix(".json") in charts_of(facts(run))
+
+
+def blocks(made: Page, section: str) -> list[dict[str, Any]]:
+    return next(([*part.blocks] for part in made.sections if part.id == section), [])
+
+
+def test_attacks_are_told_with_their_pictures(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert not blocks(page_of(facts(run)), "attacks")
+    attacked(run, ["invert", "labels"])
+    (run.path / "audit-labels.png").unlink()
+    table, text, picture = blocks(page_of(facts(run)), "attacks")
+    assert table["rows"][0] == ["invert", "likeness", 20.5, None, None, 11.0, 20.5, 11.0]
+    assert "It succeeded." in text["paragraphs"][0] and len(text["paragraphs"]) == 2
+    assert picture["type"] == "image" and base64.b64decode(picture["png"]) == PNG
+    assert "invert" in picture["alt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "picture"), [("../../run/x", PNG), ("invert", b"<svg onload=alert(1)>"), ("invert", PNG + bytes(200_000))]
+)
+def test_a_picture_that_is_none_or_is_elsewhere_or_large_is_left_out(name: str, picture: bytes, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    attacked(run, [name], picture)
+    assert [block["type"] for block in blocks(page_of(facts(run)), "attacks")] == ["table", "text"]
+
+
+def test_whom_a_rule_left_out(tmp_path: Path) -> None:
+    """Client 9 lies and is left out; of the honest, 8, whose labels are of one class alone, is half the time."""
+    run = made_run(tmp_path / "run", clients=10, unseen=0, rounds=0, finished=False)
+    roster = run.roster()
+    rows = [m._replace(labels=(40, 0, 0, 0) if m.id == "8" else (10, 10, 10, 10)) for m in roster.members]
+    run.write_roster(roster._replace(members=rows))
+    for number in (1, 2):
+        values = [[1.0 if number == 1 or i != 8 else 0.0, 0.0] for i in range(9)] + [[0.0, 1.0]]
+        table = {"client": [str(i) for i in range(10)], "columns": ["kept", "lies"], "values": values}
+        run.append(record(number, tables={"kept": table}))
+    (table,) = blocks(page_of(facts(run)), "rule")
+    assert table["rows"] == [
+        ["honest", 9, pytest.approx(0.5 / 9)],
+        ["honest, most skewed third", 3, pytest.approx(0.5 / 3)],
+        ["liars", 1, 1.0],
+    ]
+
+
+def test_an_open_back_door_is_among_the_first_numbers(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", attack="backdoor")
+    number = facts(run).shown
+    columns = {"metric": [0.5, 1.0], "loss": [1.0, 1.0], "samples": [30, 10]}
+    group = ("deployed", "participants", "triggered")
+    run.append_to(
+        SCORES, scores_line(number, group, {"name": "accuracy", "higher_is_better": True}, ["0", "1"], columns)
+    )
+    (tile,) = [tile for tile in page_of(facts(run)).tiles if tile.label == "back door"]
+    assert tile.value == "62.5%"

@@ -13,7 +13,8 @@ import torch
 import fedloom
 from conftest import small_federation, token_federation
 from fedloom.core.errors import ConfigError
-from fedloom.robust.poison import SHARE, TARGET, TRIGGERED, pattern, poisoned
+from fedloom.robust import TRIGGERED
+from fedloom.robust.poison import SHARE, TARGET, pattern, poisoned
 
 SUCCESS = f"deployed/participants/{TRIGGERED}/accuracy"
 OPTIONS = {"dataset": "digits", "partition": "iid", "clients": 10, "cohort": 10, "rounds": 20, "local_steps": 10,

@@ -15,6 +15,8 @@ from fedloom.core.random import stream
 from fedloom.core.trees import ClientId
 from fedloom.training.simulation import Simulation
 
+COLOURS = 32
+"""Of a picture."""
 HARDLY = 1e-12
 """The smallest squared error that is told from none."""
 
@@ -98,6 +100,7 @@ def picture(rows: Mapping[str, Tensor], low: float, high: float) -> bytes:
     if len(shape) != 3 or shape[0] not in (1, 3):
         return b""
     from matplotlib.figure import Figure
+    from PIL import Image
 
     columns = len(next(iter(rows.values())))
     figure = Figure(figsize=(0.7 * columns, 0.85 * len(rows)))
@@ -109,8 +112,10 @@ def picture(rows: Mapping[str, Tensor], low: float, high: float) -> bytes:
             axes.set_axis_off()
             if column == 0:
                 axes.set_title(name, loc="left", fontsize=9)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=80, bbox_inches="tight")
+    drawn, written = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=80, bbox_inches="tight")
+    # a report has room for a small one
+    Image.open(drawn).convert("RGB").quantize(COLOURS).save(written, format="png", optimize=True)
     return written.getvalue()
 
 

@@ -16,10 +16,14 @@ import numpy.typing as npt
 from fedloom.core.errors import FedloomError, RunError
 from fedloom.reports.about import About, about
 from fedloom.runs.directory import APPENDED, EMBEDDINGS, ESTIMATES, METRICS, PRIVACY, SCORES, RunDirectory
-from fedloom.runs.records import ADMISSION, MIX
+from fedloom.runs.records import ADMISSION, AUDIT, MIX
 from fedloom.runs.roster import Member, Roster
 
 Floats = npt.NDArray[np.float64]
+
+
+LARGEST_PICTURE = 100_000
+"""Bytes of a picture in a page, which is to be small as a whole."""
 
 
 class Scores(NamedTuple):
@@ -76,6 +80,8 @@ class Facts:
     """Of each of the files to which lines are added."""
     extras: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What was found out of it later, by name: mixed models, an admission round by round."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG files of what attacks reconstructed, by attack."""
     released: Sequence[Mapping[str, Any]] = ()
     """What a private run has made public."""
 
@@ -89,9 +95,10 @@ class Facts:
     def of(cls, directory: RunDirectory, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> Facts:
         """A run directory whose lines are known already."""
         roster = directory.roster() if directory.has_roster() else None
-        extras = {name: found for name in (MIX, ADMISSION) if (found := directory.extra(name))}
+        extras = {name: found for name in (MIX, ADMISSION, AUDIT) if (found := directory.extra(name))}
         given = directory.environment() or {}, directory.summary() or {}
-        return cls(directory.path, directory.config, roster, *given, lines, extras, directory.lines(PRIVACY))
+        pictures = {attack: png for attack in extras.get(AUDIT, ()) if (png := _picture(directory, attack))}
+        return cls(directory.path, directory.config, roster, *given, lines, extras, pictures, directory.lines(PRIVACY))
 
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:
@@ -227,6 +234,15 @@ class Facts:
     def dropped(self) -> list[Mapping[str, Any]]:
         """Replies that were not used, with their rounds."""
         return [{"round": r["round"], **one} for r in self.records for one in r.get("dropped", ())]
+
+
+def _picture(directory: RunDirectory, attack: str) -> bytes:
+    """The picture of an attack, if there is one that can stand in a page; ``attack`` comes from a file."""
+    path = directory.path / f"audit-{attack}.png"
+    if not (attack.isascii() and attack.isalpha() and path.is_file() and path.stat().st_size <= LARGEST_PICTURE):
+        return b""
+    found = path.read_bytes()
+    return found if found.startswith(b"\x89PNG\r\n\x1a\n") else b""
 
 
 def facts_of(directory: RunDirectory) -> Facts:

@@ -243,6 +243,10 @@
       make("div", { class: "head" }, make("h3", {}, block.title),
         make("button", { type: "button", onclick: () => save(`${block.id}.csv`, csv(block.columns, block.rows), "text/csv") }, "CSV")),
       table(block.title, block.columns, block.rows), block.note ? make("figcaption", {}, block.note) : null),
+    image: (block) => make("figure", { id: `figure-${block.id}`, class: "wide" },
+      make("div", { class: "head" }, make("h3", {}, block.title)),
+      make("img", { src: `data:image/png;base64,${block.png}`, alt: block.alt }),
+      block.note ? make("figcaption", {}, block.note) : null),
     text: (block) => make("div", { class: "prose" }, block.paragraphs.map((text) => make("p", { dir: "auto" }, text))),
     facts: (block) => make("dl", { class: "facts" }, block.items.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { dir: "auto" }, shown(value))])),
     code: (block) => {
@@ -346,7 +350,7 @@
       const earlier = before.sections.flatMap((part) => part.blocks);
       const blocks = content.sections.flatMap((part) => part.blocks);
       for (const [i, block] of blocks.entries()) {
-        if (block.type !== "table" || JSON.stringify(block) === JSON.stringify(earlier[i])) continue;
+        if (!["table", "image"].includes(block.type) || JSON.stringify(block) === JSON.stringify(earlier[i])) continue;
         swap(document.getElementById(`figure-${block.id}`), placed(block));
       }
       const charts = blocks.filter((block) => block.type === "chart");

@@ -32,7 +32,7 @@ SEARCHED = 500
 """Clients whose names are offered to whoever looks for one."""
 
 Block = dict[str, Any]
-"""A part of a section: a chart, a table, paragraphs, facts, code. Made by the functions below."""
+"""A part of a section: a chart, a table, a picture, paragraphs, facts, code. Made by the functions below."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,14 @@ def text_block(*paragraphs: str) -> Block:
 def facts_block(items: Iterable[tuple[str, Any]]) -> Block:
     """Names with what they are."""
     return {"type": "facts", "items": [[name, value] for name, value in items]}
+
+
+def image_block(name: str, title: str, png: bytes, alt: str, note: str = "") -> Block:
+    """A picture; ``alt`` says what is on it."""
+    return {
+        "type": "image", "id": name, "title": title, "note": note, "alt": alt,
+        "png": base64.b64encode(png).decode(),
+    }  # fmt: skip
 
 
 def code_block(title: str, text: str, *, folded: bool = False) -> Block:

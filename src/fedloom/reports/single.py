@@ -15,6 +15,7 @@ import numpy as np
 from fedloom.reports import one
 from fedloom.reports.charts import Chart
 from fedloom.reports.facts import Facts, Scores
+from fedloom.reports.left_out import left_out
 from fedloom.reports.one import FEW_SAMPLES, pooled_samples, words
 from fedloom.reports.page import (
     Block,
@@ -24,13 +25,16 @@ from fedloom.reports.page import (
     chart_block,
     code_block,
     facts_block,
+    image_block,
     table_block,
     text_block,
 )
 from fedloom.reports.privacy import statement
 from fedloom.reports.statistics import wilson, worst_tenth
+from fedloom.robust import TRIGGERED
 from fedloom.runs.directory import ESTIMATES
 from fedloom.runs.options import RunOptions
+from fedloom.runs.records import AUDIT
 
 DIVERGED = 3.0
 """A loss of so many times the smallest one is a training that has come apart."""
@@ -56,7 +60,9 @@ def page_of(facts: Facts, *, quick: bool = False) -> Page:
         ),
         Section("newcomers", "Newcomers", _drawn(facts, "newcomers", "admission", "mix")),
         Section("cost", "Cost", [*_drawn(facts, ("time_by_part", "half"), ("traffic", "half")), *_dropped(facts)]),
+        Section("rule", "Whom the rule left out", _left_out(facts)),
         Section("privacy", "What left each client", _left(facts)),
+        Section("attacks", "Attacks", _attacks(facts)),
         Section("repeat", "To repeat it", _repeat(facts)),
     ]
     return Page(
@@ -193,6 +199,9 @@ def _tiles(facts: Facts) -> list[Tile]:
                 f"{unseen.everybody} clients, round {unseen.round}",
             )
         )
+    door = facts.scores(facts.shown, split=TRIGGERED)
+    if door is not None:
+        found.append(Tile("back door", f"{door.pooled:.1%}", "of triggered test samples are taken for class 0"))
     found.append(Tile("best round" if facts.best else "round", f"{facts.shown}", f"of {facts.planned}"))
     found.append(
         Tile(
@@ -297,6 +306,49 @@ def _left(facts: Facts) -> list[Block]:
         )
     blocks.append(text_block(*statement(facts.config, facts.released).sentences))
     return blocks
+
+
+def _attacks(facts: Facts) -> list[Block]:
+    """What ``fedloom audit`` found, with the pictures that are there."""
+    found = facts.extras.get(AUDIT, {})
+    if not found:
+        return []
+    rows = [
+        (
+            name,
+            measure["name"],
+            *(run[key] for key in ("value", "low", "high", "chance")),
+            there["value"],
+            there["chance"],
+        )
+        for name, one in found.items()
+        for measure in one["measures"]
+        for run, there in [(measure["run"], measure["control"])]
+    ]
+    columns = ["attack", "measure", "run", "from", "to", "chance", "control", "its chance"]
+    note = "From and to: a 95% interval. Chance: what a guess gives. Control: where the attack must succeed."
+    blocks = [table_block("audit", "Beside chance and a control", columns, rows, note)]
+    told = [
+        f"{name}, after round {one['round']}: {one['verdict']} It sees {one['sees']}." for name, one in found.items()
+    ]
+    blocks.append(text_block(*told))
+    for name, png in facts.pictures.items():
+        alt = f"Rows of images: what {name} found, and the true samples. How like they are the table says in numbers."
+        blocks.append(image_block(f"audit-{name}", f"What {name} reconstructed", png, alt))
+    return blocks
+
+
+def _left_out(facts: Facts) -> list[Block]:
+    """How much of whom ``--aggregate`` left out."""
+    found = left_out(facts.records, facts.roster)
+    if not found:
+        return []
+    note = (
+        "The mean over rounds of what did not count of each reply. Of honest clients, the third whose label shares are "
+        "farthest from those of all together is by itself: that a rule is hardest on."
+    )
+    rows = [(group.who, group.clients, group.share) for group in found]
+    return [table_block("left-out", "By honesty and skew", ["clients", "number", "share left out"], rows, note)]
 
 
 def _repeat(facts: Facts) -> list[Block]:

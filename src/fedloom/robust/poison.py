@@ -22,10 +22,9 @@ from fedloom.clients.federation import Federation
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import stream
 from fedloom.core.trees import ClientId
+from fedloom.robust import TRIGGERED
 
 LABEL_FLIP, BACKDOOR = "label_flip", "backdoor"
-TRIGGERED = "triggered"
-"""The split of test samples with the trigger."""
 
 TARGET = 0
 """The class that triggered samples are to be taken for."""

@@ -29,8 +29,9 @@ from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse, usual_network
+from fedloom.robust import TRIGGERED
 from fedloom.robust.attacks import liars
-from fedloom.robust.poison import BACKDOOR, TRIGGERED, poisoned
+from fedloom.robust.poison import BACKDOOR, poisoned
 from fedloom.runs.options import RunOptions
 from fedloom.runs.records import PANEL
 from fedloom.runs.roster import Member, Roster
