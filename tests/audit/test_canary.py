@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canaries: an intact build is never accused, and one with half the noise, or without the bound, is."""
+"""Canaries: an intact build is never accused, and one with half the noise, no bound or wrong sampling is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fedloom.audit.finding import Side
 from fedloom.core.errors import NeedsError
 from fedloom.privacy import client_level
 from fedloom.privacy.client_level import ClientPrivacy, with_client_privacy
+from fedloom.training import cohorts
 
 pytest.importorskip("dp_accounting")
 
@@ -51,6 +52,23 @@ def test_half_the_noise_is_caught() -> None:
 def test_a_missing_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_level, "_norms", lambda tree, number: torch.zeros(number))
     assert audited().beats
+
+
+def everybody(draw: np.random.Generator, clients: int, size: float, sampling: str) -> Any:
+    return np.arange(clients)
+
+
+def always_the_same(draw: np.random.Generator, clients: int, size: float, sampling: str) -> Any:
+    return np.arange(clients)[:: round(clients / size)]
+
+
+@pytest.mark.parametrize("broken", [None, everybody, always_the_same])
+def test_wrong_sampling_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client of ten is to be asked in a round, drawn anew; the intact build keeps the promise of that."""
+    if broken:
+        monkeypatch.setattr(cohorts, "drawn", broken)
+    found = audited(cohort=0.5, rounds=10)
+    assert found.beats == bool(broken)
 
 
 def test_the_control_succeeds() -> None:

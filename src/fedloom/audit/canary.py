@@ -29,6 +29,7 @@ from fedloom.engines.memories import Memories
 from fedloom.privacy.client_level import ClientPrivacy
 from fedloom.privacy.ledger import Release, Sampling, epsilon
 from fedloom.reports.statistics import LEVEL, Floats
+from fedloom.training import cohorts
 from fedloom.training.config import algorithm_of, client_privacy
 from fedloom.training.simulation import Simulation
 
@@ -137,11 +138,7 @@ def with_canaries(
     size = share * everybody if sampling == "poisson" else round(share * everybody)
     releases = []
     for at in range(1, rounds + 1):
-        draw = stream(setup.seed, at, "cohort with canaries")
-        if sampling == "poisson":
-            rows = np.flatnonzero(draw.random(everybody) < share)
-        else:
-            rows = np.sort(draw.choice(everybody, int(size), replace=False))
+        rows = cohorts.drawn(stream(setup.seed, at, "cohort with canaries"), everybody, size, sampling)
         chosen = [int(row) - clients for row in rows if row >= clients]
         real = tuple(setup.clients[row] for row in rows if row < clients)
         planted = partial(_planted, canaries, chosen, ask_in(at) if ask_in and real else None, real, state.clip)

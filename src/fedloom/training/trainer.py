@@ -31,6 +31,7 @@ from fedloom.privacy.client_level import noise_on_replies
 from fedloom.programs.evaluation import EVALUATION, GLOBAL, MIXED, PLAIN, Score, evaluate, with_network
 from fedloom.robust.rules import check_cohort
 from fedloom.runs.records import FEW, panel, short
+from fedloom.training import cohorts
 from fedloom.training.config import client_privacy
 from fedloom.training.rounds import LookAhead, PendingRound, run_round
 from fedloom.training.server import Mark, Server
@@ -202,12 +203,7 @@ class Trainer:
         options, present = self.server.options, self.present
         hidden = self.secret and options.dp_noise  # else a server that goes on would ask others than it had asked
         draw = secret_stream() if hidden else stream(options.seed, number, "cohort")
-        if options.sampling == "poisson":
-            return tuple(
-                c for c, drawn in zip(present, draw.random(len(present)) * len(present)) if drawn < options.cohort
-            )
-        rows = np.sort(draw.choice(len(present), min(int(options.cohort), len(present)), replace=False))
-        return tuple(present[row] for row in rows)
+        return tuple(present[row] for row in cohorts.drawn(draw, len(present), options.cohort, options.sampling))
 
     def settle(self) -> None:
         """Bring the state into the form in which it is evaluated and deployed."""
