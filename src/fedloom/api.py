@@ -403,8 +403,8 @@ class Run:
         name = str(client)
         if name in self.server.unseen:
             raise NeedsError(
-                f"Client {name!r} took no part in training, so that nothing is kept for it; "
-                "use admit with its samples, or evaluate_unseen."
+                f"Client {name!r} took no part in training, so that nothing is kept for it; give its samples to admit, "
+                "or try it by `fedloom evaluate --unseen` (in Python, evaluate_unseen)."
             )
         if name not in self.server.setup:
             raise unknown("client", name, self.clients)

@@ -141,6 +141,8 @@ REFUSALS = [
     (["fedavg", "--clients", "many"], "--clients is 'many'; expected a whole number"),
     (["fedavg", "--clients", "0"], "--clients is 0; it must be at least 1"),
     (["fedavg", "--rounds", "-3"], "--rounds is -3; it must be at least 0"),
+    (["fedavg", "--local-lr", "inf"], "--local-lr is inf; it must be at least 0, and finite."),
+    (["fedavg", "--model", ","], "--model ',' names no network. Give one, or leave it out for auto."),
     (["fedavg", "--clients", "4", "--cohort", "5"], "--cohort is 5, but there are 4 clients"),
     (["fedavg", "--partition", "classes:11"], "more classes per client (11) than classes in the data (10)"),
     (["fedavg", "--partition", "clases:2"], "Unknown partition scheme 'clases:2'; did you mean 'classes:K'"),

@@ -409,6 +409,7 @@ REFUSED = {
     "output type": (lambda self, x: (self.fc(x), x), {}, "gives tuple for two samples"),
     "input shape": (lambda self, x: self.fc(x[:, :3]), {}, r"cannot take data of shape \(4,\)"),
     "assertion": (lambda self, x: self.fail(), {}, r"cannot take data of shape \(4,\): AssertionError\."),
+    "a slip": (lambda self, x: self.fc(self.no_such_layer(x)), {}, r"shape \(4,\): AttributeError: .*no_such_layer"),
     "lazy": (lambda self, x: self.fc(self.lazy(x)), {"lazy": lambda: nn.LazyLinear(4)}, "lazy.weight has no shape"),
 }
 

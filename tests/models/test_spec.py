@@ -33,6 +33,13 @@ class Wide(nn.Linear):
         super().__init__(width, OUTPUTS)
 
 
+class Broken(nn.Module):
+    """A user's network with a slip in it."""
+
+    def __init__(self) -> None:
+        raise KeyError("width")
+
+
 class Anything(nn.Linear):
     """A user's network that takes whatever it is given."""
 
@@ -125,6 +132,8 @@ def test_users_networks_are_built_with_the_options_they_take() -> None:
         ("mlp:hiden=3", "Unknown option of mlp 'hiden'; did you mean 'hidden'? Choose from: hidden."),
         ("mlp:num_outputs=3", "Unknown option of mlp 'num_outputs'. Choose from: hidden."),
         ("mlp:hidden=3:wide", "--model mlp:hidden=3:wide: 'wide' is not of the form option=value."),
+        ("mlp:hidden", "--model mlp:hidden: 'hidden' is not of the form option=value."),
+        (f"{__name__}:Broken", "Broken cannot be built for samples of shape"),
         ("mlp:hidden=3:hidden=4x4", "--model mlp:hidden=3:hidden=4x4: hidden is given twice. Give it once."),
         ("no.such.module:Net", "--model no.such.module:Net: cannot import 'no.such.module'"),
         (".relative:Net", "--model .relative:Net: '.relative' is no module's full name."),

@@ -85,5 +85,5 @@ def test_auto_takes_a_network_for_tokens_and_others_are_refused() -> None:
     assert found.server.setup.task.name == "classification"
     with pytest.raises(ConfigError, match="mlp takes numbers"):
         fedloom.run("fedavg", dataset=counting(), **{**given, "model": "mlp"})
-    with pytest.raises(ConfigError, match="one label of a sample; arrays has one for each token"):
+    with pytest.raises(ConfigError, match="one label for each sample; arrays has one label for each token"):
         fedloom.run("fedavg", dataset=counting(), task="classification", **given)

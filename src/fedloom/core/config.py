@@ -59,7 +59,8 @@ def _check_range(field: dataclasses.Field[Any], number: float) -> None:
     fine = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
     if not math.isfinite(number) or not fine:
         raise ConfigError(
-            f"{flag(field.name)} is {number}; it must be {' and '.join(wanted) or 'a number'}. "
+            f"{flag(field.name)} is {number}; it must be {' and '.join(wanted) or 'a number'}"
+            f"{'' if math.isfinite(number) else ', and finite'}. "
             f"Leave it out{'' if field.default is None else f' to use {field.default}'}."
         )
 

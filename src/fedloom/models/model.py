@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fedloom.core.errors import ConfigError
+from fedloom.core.memory import is_full
 from fedloom.core.random import fold, uniform
 from fedloom.core.trees import Params, Tree
 from fedloom.models.batch_norm import batch_norm
@@ -230,8 +231,12 @@ class Model:
                 outputs = functional_call(self._train, state, (x,))
             except ConfigError as error:
                 raise ConfigError(f"{self.spec}: {error}") from None
-            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-                why = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            except Exception as error:
+                if is_full(error):
+                    raise
+                why = str(error).partition("\n")[0].rstrip(".")
+                plain = why and isinstance(error, RuntimeError | TypeError | ValueError | IndexError | AssertionError)
+                why = why if plain else f"{type(error).__name__}: {why}".removesuffix(": ")
                 raise ConfigError(
                     f"{self.spec} cannot take data of shape {self.spec.input_shape}: {why}. "
                     "Choose another --model, or options that fit."

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError, FedloomError, unknown
+from fedloom.core.memory import is_full
 from fedloom.core.tokens import Tokens
 from fedloom.core.trust import PACKAGE, import_path, is_own, path_in
 from fedloom.models import zoo
@@ -58,7 +59,16 @@ class ModelSpec:
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(f"{self}: {error}; give it as an option, as in {self.name}:option=value.") from None
-        return network(**arguments)
+        try:
+            return network(**arguments)
+        except Exception as error:
+            if ":" not in self.name or isinstance(error, FedloomError) or is_full(error):
+                raise
+            why = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            raise ConfigError(
+                f"{self} cannot be built for samples of shape {self.input_shape} and {self.num_outputs} outputs: "
+                f"{why}. Mend it, or choose another --model."
+            ) from error
 
     def _check_takes_samples(self, wanted: Mapping[str, inspect.Parameter]) -> None:
         """Refuse tokens to those of fedloom's networks that take numbers, and numbers to those that take tokens."""
@@ -79,7 +89,8 @@ class ModelSpec:
 def parse(text: str, input_shape: tuple[int, ...], num_outputs: int, tokens: Tokens | None = None) -> ModelSpec:
     """The spec that ``text`` names, checked for existence."""
     text = text.strip()
-    name = path_in(text) or text.partition(":")[0]
+    own = text.partition(":")[0]
+    name = own if own in networks() else path_in(text) or own
     network_class(name)
     options: dict[str, Any] = {}
     for part in text.removeprefix(name).split(":")[1:]:

@@ -277,6 +277,8 @@ def federation_of(
         return [Model(spec, device, dtype, training_dtype=narrow) for spec in specs]
 
     models, others = networks(names), networks(options.unseen_model or "")
+    if not models:
+        raise ConfigError(f"--model {names!r} names no network. Give one, or leave it out for auto.")
     x = arrays.x
     if (options.client_shift or options.unseen_shift) and arrays.vocabulary:
         flag = "--client-shift" if options.client_shift else "--unseen-shift"
@@ -304,11 +306,9 @@ def task_of(name: str, arrays: Arrays) -> Task:
         return TASKS[arrays.task]
     task = task_named(name)
     if task.per_token != arrays.per_token:
-        has, wanted = ("one for each token", "one") if arrays.per_token else ("one", "one for each token")
-        raise ConfigError(
-            f"--task {name} needs {wanted} label{'s' * task.per_token} of a sample; {arrays.name} has {has}. Leave it "
-            "out for auto."
-        )
+        has, wanted = "one label for each sample", "one label for each token"
+        has, wanted = (wanted, has) if arrays.per_token else (has, wanted)
+        raise ConfigError(f"--task {name} needs {wanted}; {arrays.name} has {has}. Leave it out for auto.")
     if task is REGRESSION and arrays.num_classes:
         raise ConfigError(
             f"--task {name} needs real-valued targets; {arrays.name} has class labels. Give floating-point numbers "
