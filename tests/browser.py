@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,9 +26,18 @@ FLAGS = (
 SECONDS = 60.0
 
 
+@cache
 def program() -> str | None:
-    """Where a Chromium is, if there is one."""
-    return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    """Where a Chromium is, if there is one that starts."""
+    found = filter(None, map(shutil.which, PROGRAMS))
+    return next((path for path in found if _starts(path)), None)
+
+
+def _starts(path: str) -> bool:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, timeout=SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class Browser:

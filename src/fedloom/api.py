@@ -36,7 +36,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.export import export
 from fedloom.runs.files import to_json, write_file
-from fedloom.runs.options import RunOptions
+from fedloom.runs.options import PYTHON_DATA, RunOptions
 from fedloom.runs.portable import SAFETENSORS
 from fedloom.runs.records import ADMISSION, MIX, short
 from fedloom.runs.trackers import TRACKERS
@@ -49,9 +49,6 @@ from fedloom.training.simulation import Simulation, resolve, split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PYTHON_DATA = "python"
-"""In a config file: the data came as Python objects, and must be given again."""
 
 
 def run(
@@ -165,7 +162,7 @@ def resume(
         server = simulation.server
         if directory.checkpoints():
             last = directory.load("last")
-            directory.check(last.meta, force=force, data=simulation.data_digest)
+            directory.check(last.meta, force=force, **simulation.data_digests)
             directory.check_records(last.round, force=force)
             server.restore(last)
         if server.round > server.options.rounds:
@@ -268,7 +265,7 @@ class Run:
         changes = {**self._options, "adapt": self._adapt, "device": "auto"}
         simulation = _simulated(self.directory, self._dataset, self._trust, **changes)
         checkpoint = self.directory.load(self._checkpoint)
-        digests = {"data": simulation.data_digest} if not self._options else {}
+        digests = simulation.data_digests if not self._options else {}
         self.directory.check(checkpoint.meta, force=self._force, **digests)
         simulation.server.restore(checkpoint)
         simulation.settle()

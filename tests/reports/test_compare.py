@@ -10,6 +10,7 @@ import yaml
 from fedloom.core.errors import RunError
 from fedloom.reports.compare import Spread, compare, find_runs
 from fedloom.reports.report import page
+from fedloom.runs.directory import RunDirectory
 
 TEST = "deployed/participants/test/accuracy"
 
@@ -155,3 +156,30 @@ def test_records_that_were_changed_are_told_in_a_sentence(tmp_path: Path) -> Non
     (tmp_path / "other" / "metrics.jsonl").write_text('{"round": 1}\n')
     with pytest.raises(RunError, match=r"records are not what this fedloom writes .KeyError: 'seconds'"):
         page([tmp_path / "other"])
+
+
+def test_runs_on_other_samples_are_not_of_one_federation(tmp_path: Path) -> None:
+    """Data given from Python have no name: their fingerprints in the checkpoints tell them apart."""
+    for name, data in (("a", "one"), ("b", "one"), ("c", "another"), ("d", None)):
+        run = write_run(tmp_path / name, dataset="python", local_lr=float(len(name)), method=f"method {name}")
+        meta = {"digests": {"data": data}} if data else {}
+        RunDirectory.open(run).save(1, {}, {}, meta, best=True)
+    assert compare([tmp_path / "a", tmp_path / "b", tmp_path / "d"]).unlike == ""
+    assert "they differ in what is in the data" in compare([tmp_path / "a", tmp_path / "c"]).unlike
+    (tmp_path / "c" / "checkpoints" / "round-000001" / "meta.json").write_text("{")
+    assert compare([tmp_path / "a", tmp_path / "c"]).unlike == ""
+
+
+def test_other_targets_and_groups_are_other_federations(tmp_path: Path) -> None:
+    for name, value in (("a", "height"), ("b", "weight")):
+        write_run(tmp_path / name, target=value)
+    assert "target (height, weight)" in compare([tmp_path / "a", tmp_path / "b"]).unlike
+
+
+def test_folders_of_seeds_are_found_in_a_folder(tmp_path: Path) -> None:
+    for method in ("local", "fedavg"):
+        for seed in range(2):
+            write_run(tmp_path / method / f"seed-{seed}", method=method, seed=seed)
+    assert [run.path.relative_to(tmp_path).as_posix() for run in find_runs([tmp_path])] == [
+        "fedavg/seed-0", "fedavg/seed-1", "local/seed-0", "local/seed-1",
+    ]  # fmt: skip

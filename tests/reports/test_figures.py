@@ -82,5 +82,19 @@ def test_what_is_not_there_is_said(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the name of a figure ends in one of: .*svg"):
         figures.save(chart_of(run, "curves"), tmp_path / "curves.doc")
     plain = made_run(tmp_path / "plain")
-    with pytest.raises(RunError, match=r"has no records for the figure weights; it has: curves"):
+    with pytest.raises(RunError, match=r"has nothing for the figure weights .*; it has: curves"):
         chart_of(plain, "weights")
+
+
+def test_bars_are_numbered_as_on_the_page(tmp_path: Path) -> None:
+    for method in ("fedavg", "pfedhn"):
+        made_run(tmp_path / method, method=method, lift=0.1 * (method == "pfedhn"))
+    axes = figures.figure(chart([tmp_path], "winners")).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(n) for n in range(1, 11)]
+
+
+def test_a_figure_that_cannot_be_written_leaves_what_was_there(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"Cannot write .*No such file or directory"):
+        figures.save(chart_of(run, "loss"), tmp_path / "nowhere" / "loss.pdf")
+    figures.save(chart_of(run, "loss"), tmp_path / "loss.pdf")
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.pdf"]

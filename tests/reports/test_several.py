@@ -5,8 +5,10 @@ import pytest
 
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.reports import several as module
+from fedloom.reports.figures import figure
 from fedloom.reports.report import chart, page, write
 from fedloom.reports.several import cells, several
+from fedloom.reports.vega import spec_of
 from made import broken, made_run
 
 
@@ -123,3 +125,52 @@ def test_a_report_of_several_lies_where_all_of_them_lie(runs: Path) -> None:
     assert write([runs / "fedavg-0", runs / "pfedhn-0"], runs / "other.html") == runs / "other.html"
     with pytest.raises(ConfigError, match="--baseline is for several runs"):
         write([runs / "fedavg-0"], baseline="fedavg")
+
+
+def test_what_goes_with_a_swept_option_is_no_axis(tmp_path: Path) -> None:
+    """Noise comes with a bound: the runs without either are the first point, not a row of a table of colours."""
+    for noise in (0.0, 0.5, 1.0, 2.0):
+        run = made_run(tmp_path / str(noise), dp_noise=noise, dp_clip=float(noise > 0))
+        if not noise:
+            run.write_summary({**(run.summary() or {}), "name": "FedAvg"})
+    made = chart([tmp_path], "sweep")
+    assert (made.kind, made.x.title, made.data["value"]) == ("lines", "dp noise", [0.0, 0.5, 1.0, 2.0])
+    assert "Along with it changes: dp clip." in made.caption
+    lines = [layer["mark"] for layer in spec_of(made)["layer"] if layer["mark"]["type"] == "line"]
+    assert [mark["point"] for mark in lines] == [True]  # FedAvg's line has a single point
+
+
+def test_the_numbers_of_a_small_sweep_are_written_down(tmp_path: Path) -> None:
+    for rate in (0.1, 0.2):
+        for steps in (5, 10):
+            made_run(tmp_path / f"{rate}-{steps}", local_lr=rate, local_steps=steps)
+    made = chart([tmp_path], "sweep")
+    texts = {text.get_text() for text in figure(made).axes[0].texts}
+    assert texts == {f"{value:.1%}" for value in made.data["metric"]}
+    assert "text" in [layer["mark"]["type"] for layer in spec_of(made)["layer"]]
+
+
+def test_a_label_names_one_row_though_it_is_the_method_of_others(tmp_path: Path) -> None:
+    """A private run of FedAvg has another name than FedAvg, and the same method."""
+    made_run(tmp_path / "plain", method="fedavg")
+    private = made_run(tmp_path / "private", method="fedavg", dp_noise=1.0)
+    private.write_summary({**(private.summary() or {}), "name": "FedAvg, private clients"})
+    assert several([tmp_path], "FedAvg").baseline.label == "FedAvg"
+    assert several([tmp_path], "fedavg, private clients").baseline.label == "FedAvg, private clients"
+
+
+def test_differences_are_drawn_in_points(runs: Path) -> None:
+    found = several([runs], "fedavg")
+    (one,) = found.paired()
+    made = chart([runs], "differences", "fedavg")
+    assert made.data["difference"] == [pytest.approx(100 * one.interval.mean)]
+    assert chart([runs], "winners", "fedavg").data["difference"][-1] == pytest.approx(
+        100 * max(seed.differences.max() for seed in one.seeds)
+    )
+
+
+def test_a_figure_of_one_run_is_not_of_several(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="The figure mix is of one run; give that run alone"):
+        chart([runs], "mix")
+    with pytest.raises(ConfigError, match="The figure means is of several runs; give more than one"):
+        chart([runs / "fedavg-0"], "means")

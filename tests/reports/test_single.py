@@ -11,8 +11,10 @@ import pytest
 
 from fedloom.reports import one
 from fedloom.reports.facts import Facts
+from fedloom.reports.figures import figure
 from fedloom.reports.page import Page
 from fedloom.reports.single import charts_of, page_of, warnings
+from fedloom.reports.vega import spec_of
 from fedloom.runs.directory import SCORES, RunDirectory
 from fedloom.runs.records import scores_line
 from made import PNG, attacked, broken, made_run
@@ -187,3 +189,35 @@ def test_an_open_back_door_is_among_the_first_numbers(tmp_path: Path) -> None:
     )
     (tile,) = [tile for tile in page_of(facts(run)).tiles if tile.label == "back door"]
     assert tile.value == "62.5%"
+
+
+def test_of_more_clients_than_are_recorded_the_numbers_are_of_all(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", clients=10_400, unseen=0, rounds=2)
+    told = run.records()[-1]["metrics"]["deployed/participants/test/accuracy"]
+    found = facts(run)
+    scores = found.scores(2)
+    assert scores is not None and len(scores.clients) == 5_200
+    assert abs(scores.metric.mean() - told) > 1e-7
+    assert found.of_all(scores) == told
+    made = page_of(found)
+    assert made.tiles[0].value == f"{told:.1%}" and f"{told:.1%} over 10,400 clients" in made.verdict[0]
+    assert made.tiles[1].value == "50.0%"  # as the summary has it
+
+
+def test_notes_are_sentences(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    notes = ["the loom is large", "pFedHN is slow.", "3 clients have no test samples"]
+    run.write_summary({**(run.summary() or {}), "notes": notes})
+    assert warnings(facts(run))[-3:] == ["The loom is large.", "pFedHN is slow.", "3 clients have no test samples."]
+
+
+def test_whole_numbers_have_whole_ticks(tmp_path: Path) -> None:
+    made = one.curves(facts(made_run(tmp_path / "run", rounds=4)))
+    assert made is not None
+    layer = spec_of(made)["layer"][0]["encoding"]
+    assert layer["x"]["axis"]["tickMinStep"] == 1 and "tickMinStep" not in layer["y"]["axis"]
+    assert all(tick == round(tick) for tick in figure(made).axes[0].get_xticks())
+
+
+def test_data_without_a_name_have_one_on_the_page(tmp_path: Path) -> None:
+    assert page_of(facts(made_run(tmp_path / "run", dataset="python"))).title == "pFedHN on data given in Python"

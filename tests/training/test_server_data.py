@@ -178,7 +178,7 @@ def test_the_records_say_how_many_and_a_run_opens_without_them(needy: Algorithm,
         assert f"the server has {count} {kind} samples of its own ({source})" in run.summary["notes"]
         assert fedloom.load(out).model("0") is not None  # needs no data on the server
     np.savez(path, x=data(40).x + 1, y=data(40).y)
-    with pytest.raises(RunError, match="The data were changed since round 1"):
+    with pytest.raises(RunError, match="The server's data were changed since round 1"):
         fedloom.resume(out, dataset=(data().x, data().y), rounds=2, progress="quiet")
 
 

@@ -24,7 +24,7 @@ class Axis:
 
     column: str
     title: str
-    kind: Literal["number", "share", "name"] = "number"
+    kind: Literal["number", "count", "share", "name"] = "number"
     from_zero: bool = False
     order: Sequence[str] = ()
     """Of names: as they are to stand; else as they come."""
@@ -69,6 +69,8 @@ class Chart:
     """A column of True where a mark is to be hollow."""
     dashed: str = ""
     """A column of True where a line is to be dashed."""
+    written: bool = False
+    """The number of each cell of a table of colours stands in it."""
     only: tuple[str, str] | None = None
     """A column and the value that rows must have in it to be drawn."""
     rules: tuple[Rule, ...] = ()

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 from fedloom.core.errors import RunError
 from fedloom.reports.facts import readable
-from fedloom.runs.directory import CONFIG, RunDirectory
+from fedloom.runs.directory import CONFIG, DATA, RunDirectory
 
 NOT_COMPARED = ("method", "adapt", "seed", "data_root", "keep", "tracker")
 """What a config holds that makes no other experiment; the method and its adaptation are compared apart."""
 
 
 FEDERATION = (
-    "dataset", "partition", "clients", "unseen", "unseen_partition", "client_shift", "unseen_shift",
-    "unseen_shift_strength", "val_share", "test_share", "task",
+    "dataset", "target", "groups", "partition", "clients", "unseen", "unseen_partition", "unseen_groups",
+    "client_shift", "unseen_shift", "unseen_shift_strength", "split_by", "val_share", "test_share", "task",
 )  # fmt: skip
 """What a config says of the data: numbers of runs that differ in it tell nothing of their methods."""
 
@@ -73,13 +73,19 @@ class _Finished(NamedTuple):
     path: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
+    data: str
+    """A fingerprint of the samples; "" where it is not known, as over a network."""
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
-    """The runs at ``paths``; a directory that is no run itself stands for the runs in it, e.g. ``OUT/seed-*``."""
+    """The runs at ``paths``; a directory that is no run itself stands for those in it, or in folders such as ``OUT``.
+
+    ``fedloom run --seeds`` makes ``OUT/seed-*``.
+    """
     found: dict[Path, RunDirectory] = {}
     for path in map(Path, paths):
-        inside = [] if (path / CONFIG).is_file() else sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+        below = [] if (path / CONFIG).is_file() else [f"*/{CONFIG}", f"*/*/{CONFIG}"]
+        inside = next(filter(None, (sorted(file.parent for file in path.glob(name)) for name in below)), [])
         for one in inside or [path]:
             found.setdefault(one.resolve(), RunDirectory.open(one))
     return list(found.values())
@@ -94,7 +100,7 @@ def compare(paths: Iterable[Path | str]) -> Comparison:
         if summary is None or not summary["finished"]:
             left_out.append(f"{run.path} is left out: it has not finished; use `fedloom resume {run.path}`.")
         else:
-            finished.append(_Finished(run.path, run.config, summary))
+            finished.append(_Finished(run.path, run.config, summary, _data_of(run)))
     if not finished:
         raise RunError("There is no finished run to compare. " + " ".join(left_out))
     groups: dict[str, list[_Finished]] = {}
@@ -116,12 +122,22 @@ def _unlike(runs: Sequence[_Finished], differing: set[str]) -> str:
         if name in differing:
             seen = dict.fromkeys(str(_plain(run.config[name])) for run in runs if name in run.config)
             parts.append(f"{name} ({', '.join(seen)})")
+    if "dataset" not in differing and len({run.data for run in runs if run.data}) > 1:
+        parts.append("what is in the data")
     metrics = dict.fromkeys(str(run.summary["metric"]) for run in runs)
     if len(metrics) > 1:
         parts.append(f"metric ({', '.join(metrics)})")
     if not parts:
         return ""
     return f"These runs are not of one federation: they differ in {' and '.join(parts)}. Compare rows that agree in it."
+
+
+def _data_of(run: RunDirectory) -> str:
+    try:
+        saved = run.checkpoints()
+        return str(run.meta(saved[-1]).get("digests", {}).get(DATA, "")) if saved else ""
+    except RunError:  # that a checkpoint is damaged says nothing against the records
+        return ""
 
 
 def _method(run: _Finished) -> str:

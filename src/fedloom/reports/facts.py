@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from fedloom.core.errors import FedloomError, RunError
 from fedloom.reports.about import About, about
+from fedloom.reports.statistics import worst_tenth
 from fedloom.runs.directory import APPENDED, EMBEDDINGS, ESTIMATES, METRICS, PRIVACY, SCORES, RunDirectory
+from fedloom.runs.options import PYTHON_DATA
 from fedloom.runs.records import ADMISSION, AUDIT, MIX
 from fedloom.runs.roster import Member, Roster
 
@@ -106,6 +108,12 @@ class Facts:
         return self.lines[METRICS]
 
     @property
+    def dataset(self) -> str:
+        """What the run was trained on, as a title has it."""
+        named = str(self.config.get("dataset", PYTHON_DATA))
+        return "data given in Python" if named == PYTHON_DATA else named
+
+    @property
     def rounds(self) -> int:
         """Rounds done."""
         return int(self.records[-1]["round"]) if self.records else 0
@@ -187,6 +195,21 @@ class Facts:
         )
         samples, quantiles = np.array(line["samples"], dtype=np.int64), line.get("quantiles", {}).get("metric")
         return Scores(round, line["client"], metric, loss, samples, line["clients"], quantiles)
+
+    def of_all(self, scores: Scores, who: str = "participants", of: str = "") -> float | None:
+        """The mean of everybody in a group of whom ``scores`` may be some; ``_pooled`` or ``_worst10`` instead."""
+        name = f"deployed/{who}/test/{self.metric}{of}"
+        if len(scores.clients) < scores.everybody:
+            told = [{"round": record["round"], **record["metrics"]} for record in self.evaluated]
+            told += [self.summary.get(part) or {} for part in ("best", "last")]
+            told.append({"round": self.summary.get("rounds"), **(self.summary.get("unseen") or {})})
+            told = [one for one in told if one.get("round") == scores.round]
+            known = [one[name] for one in told if one.get(name) is not None]
+            if known:
+                return float(known[0])
+        if of == "_worst10":
+            return worst_tenth(scores.metric, self.higher_is_better)
+        return scores.pooled if of == "_pooled" else float(scores.metric.mean())
 
     def unseen(self) -> Scores | None:
         """The scores of unseen clients at the round that is shown, or at the last at which they were tried."""

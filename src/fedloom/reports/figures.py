@@ -6,6 +6,7 @@ They are drawn without pyplot, which would look for a screen and keep the figure
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import numpy as np
 
 from fedloom.core.errors import ConfigError
 from fedloom.reports.charts import Axis, Chart
+from fedloom.runs.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +44,7 @@ def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Figure:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     chart = _chosen(chart, choices)
     with mpl.rc_context(STYLE):
@@ -62,7 +65,9 @@ def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Figure:
         for which, axis in (("x", chart.x), ("y", chart.y)):
             getattr(axes, f"set_{which}label")(_plain(axis.title) if which == "x" or chart.kind != "forest" else "")
             if axis.kind == "share":
-                getattr(axes, f"{which}axis").set_major_formatter(_percent)
+                getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0))
+            elif axis.kind == "count" and chart.kind not in ("heat", "bars"):
+                getattr(axes, f"{which}axis").get_major_locator().set_params(integer=True)
     return made
 
 
@@ -75,14 +80,12 @@ def save(chart: Chart, path: Path, *, choices: Sequence[str] = ()) -> Path:
     kind = path.suffix.removeprefix(".")
     if kind not in kinds:
         raise ConfigError(f"--out is {path}; the name of a figure ends in one of: {', '.join(sorted(kinds))}.")
-    made = figure(chart, choices=choices)
+    made, drawn = figure(chart, choices=choices), io.BytesIO()
     undated: dict[str, Any] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    try:
-        with mpl.rc_context(STYLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # of a name in another script: a box stands for it
-            made.savefig(path, metadata=undated.get(kind))
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror or error}; give another --out.") from error
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # of a name in another script: a box stands for it
+        made.savefig(drawn, format=kind, metadata=undated.get(kind))
+    write_file(path, drawn.getvalue())
     return path
 
 
@@ -112,10 +115,6 @@ def _chosen(chart: Chart, choices: Sequence[str]) -> Chart:
     return replace(
         chart, data={name: [entries[row] for row in rows] for name, entries in chart.data.items()}, only=None
     )
-
-
-def _percent(value: float, _: object) -> str:
-    return f"{100 * value:.0f}%"
 
 
 def _plain(text: str) -> str:
@@ -190,7 +189,15 @@ def _name_ticks(axes: Axes, which: str, names: Sequence[str]) -> None:
     getattr(axes, f"set_{which}ticks")(range(len(names)), shown, fontsize=6.5, **turned)
 
 
+def _number_ticks(axes: Axes, which: str, numbers: Sequence[str]) -> None:
+    """Numbers that stand side by side as names do, about ten of them."""
+    step = -(-len(numbers) // 10)
+    getattr(axes, f"set_{which}ticks")(range(0, len(numbers), step), numbers[::step])
+
+
 def _points(axes: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     x, y = _numbers(chart, chart.x.column), _numbers(chart, chart.y.column)
     hollow = np.array(chart.data[chart.hollow], dtype=bool) if chart.hollow else np.zeros(chart.rows, dtype=bool)
     if chart.colour is not None and chart.colour.kind != "name":
@@ -201,7 +208,7 @@ def _points(axes: Axes, chart: Chart) -> None:
         axes.scatter(x[hollow], y[hollow], s=22, facecolors="none", edgecolors=edges, linewidths=1.1)
         bar = axes.figure.colorbar(drawn, ax=axes, label=_plain(chart.colour.title))
         if chart.colour.kind == "share":
-            bar.ax.yaxis.set_major_formatter(_percent)
+            bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     else:
         groups = list(_groups(chart, chart.colour))
         for name, rows, colour in groups:
@@ -237,6 +244,8 @@ def _bubbles(axes: Axes, chart: Chart) -> None:
 
 
 def _heat(axes: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     assert chart.colour is not None
     (across, x), (down, y) = _places(chart, chart.x), _places(chart, chart.y)
     table = np.full((len(down), len(across)), np.nan)
@@ -244,13 +253,19 @@ def _heat(axes: Axes, chart: Chart) -> None:
     drawn = axes.imshow(table, aspect="auto", cmap="viridis", interpolation="nearest")
     bar = axes.figure.colorbar(drawn, ax=axes, label=_plain(chart.colour.title))
     if chart.colour.kind == "share":
-        bar.ax.yaxis.set_major_formatter(_percent)
+        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if chart.written:
+        middle = (np.nanmin(table) + np.nanmax(table)) / 2
+        for row, column in zip(y, x):
+            value = table[row, column]
+            text = f"{value:.1%}" if chart.colour.kind == "share" else f"{value:.4g}"
+            colour = "black" if value > middle else "white"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     for which, names, axis in (("x", across, chart.x), ("y", down, chart.y)):
         if axis.kind == "name":
             _name_ticks(axes, which, names)
         else:
-            step = -(-len(names) // 10)
-            getattr(axes, f"set_{which}ticks")(range(0, len(names), step), names[::step])
+            _number_ticks(axes, which, names)
 
 
 def _bars(axes: Axes, chart: Chart) -> None:
@@ -263,6 +278,8 @@ def _bars(axes: Axes, chart: Chart) -> None:
         below[own] += np.where(np.isfinite(y[rows]), y[rows], 0)
     if chart.x.kind == "name":
         _name_ticks(axes, "x", names)
+    else:
+        _number_ticks(axes, "x", names)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     _legend(axes, len(groups))

@@ -169,5 +169,5 @@ def _curves(runs: Sequence[Facts]) -> Chart | None:
     axis = measure(runs[0], title="test metric")
     return Chart(
         "curves", "On the way", "Test metric of participants, mean over clients.", "lines", thinned(data, "round"),
-        Axis("round", "round"), axis, Axis("run", "run", "name"), height=300,
+        Axis("round", "round", "count"), axis, Axis("run", "run", "name"), height=300,
     )  # fmt: skip

@@ -66,7 +66,7 @@ def curves(facts: Facts) -> Chart | None:
     if not data["round"]:
         return None
     axes = {
-        "rounds": Axis("round", "round"),
+        "rounds": Axis("round", "round", "count"),
         "seconds": Axis("seconds", "seconds of training"),
         "megabytes": Axis("megabytes", "MB sent, down and up"),
     }
@@ -97,7 +97,14 @@ def loss(facts: Facts) -> Chart | None:
     data = thinned({"round": [n for n, _ in found], "loss": [v for _, v in found]}, "round")
     caption = "Mean over the clients that were asked, of the batches that they trained on."
     return Chart(
-        "loss", "Training loss", caption, "lines", data, Axis("round", "round"), Axis("loss", "loss"), height=180
+        "loss",
+        "Training loss",
+        caption,
+        "lines",
+        data,
+        Axis("round", "round", "count"),
+        Axis("loss", "loss"),
+        height=180,
     )
 
 
@@ -128,13 +135,13 @@ def clients(facts: Facts) -> Chart | None:
     everybody += seen.everybody - len(seen.clients)
     if everybody > len(rows):
         told += f" Shown are {len(rows):,} of {everybody:,} clients, evenly from the roster."
-    mean = float(seen.metric.mean())
+    mean = facts.of_all(seen)
     return Chart(
         "clients", f"Every client at round {facts.shown}", told, "ranked", data,
         Axis("client", f"{len(rows)} clients, worst to best", "name", order=data["client"] if len(rows) <= 600 else ()),
         tested(facts),
         Axis("group", "group", "name", order=[who for who in WHO if who in data["group"]]), low=low, high=high,
-        rules=(Rule("y", mean, "mean of participants"),),
+        rules=() if mean is None else (Rule("y", mean, "mean of participants"),),
         titles={"samples": "test samples", "low": "lower bound", "high": "upper bound"}, height=280,
     )  # fmt: skip
 
@@ -157,7 +164,7 @@ def histogram(facts: Facts) -> Chart | None:
     return Chart(
         "histogram", "How scores are spread", "Participants by their test score.", "bars",
         {"bin": [shown[i] for i in rows], "clients": [int(counts[i]) for i in rows]},
-        Axis("bin", words(facts.metric), "name", order=[shown[i] for i in rows]), Axis("clients", "clients"),
+        Axis("bin", words(facts.metric), "name", order=[shown[i] for i in rows]), Axis("clients", "clients", "count"),
         height=200,
     )  # fmt: skip
 
@@ -286,7 +293,7 @@ def weights(facts: Facts) -> Chart | None:
         caption += f" Shown are {len(rounds)} of {len(told)} rounds and {len(some)} of {len(clients)} clients, evenly."
     options = {layer: {"colour": Axis(f"layer{i}", "weight")} for i, layer in reversed(list(enumerate(layers)))}
     return Chart(
-        "weights", "Aggregation weights", caption, "heat", data, Axis("round", "round"),
+        "weights", "Aggregation weights", caption, "heat", data, Axis("round", "round", "count"),
         Axis("client", "client", "name", order=order), Axis(f"layer{len(layers) - 1}", "weight"),
         switches=(Switch("layer", options),), height=max(200, min(14 * len(order), 480)),
         titles={f"layer{i}": f"weight in {layer}" for i, layer in enumerate(layers)},
@@ -305,8 +312,8 @@ def effective(facts: Facts) -> Chart | None:
         return None
     return Chart(
         "effective", "How many clients count", "One over the sum of the squared weights: all of a cohort if all weigh "
-        "the same, one if a single client is all there is.", "lines", thinned(data, "round"), Axis("round", "round"),
-        Axis("clients", "clients"), Axis("layer", "layer", "name"), height=200,
+        "the same, one if a single client is all there is.", "lines", thinned(data, "round"),
+        Axis("round", "round", "count"), Axis("clients", "clients"), Axis("layer", "layer", "name"), height=200,
     )  # fmt: skip
 
 
@@ -395,7 +402,7 @@ def admission(facts: Facts) -> Chart | None:
         f"out the {BAND:.0%} of them at each end. Participants (dashed) are not touched."
     )
     return Chart(
-        "admission", "While newcomers are admitted", told, "lines", data, Axis("round", "round of admission"),
+        "admission", "While newcomers are admitted", told, "lines", data, Axis("round", "round of admission", "count"),
         tested(facts), Axis("series", "of", "name"), low="low", high="high",
         dashed="dashed", height=260,
     )  # fmt: skip
@@ -479,7 +486,11 @@ def traffic(facts: Facts) -> Chart | None:
     data = {name: list(column) for name, column in zip(names, zip(*rows)) if name != "seconds" or taken}
     options: dict[str, Mapping[str, Any]] = {
         "MB": {},
-        "rounds": {"y": Axis("asked", "rounds in which it was asked"), "colour": None, "only": ("way", "down")},
+        "rounds": {
+            "y": Axis("asked", "rounds in which it was asked", "count"),
+            "colour": None,
+            "only": ("way", "down"),
+        },
     }
     if taken:
         seconds_axis = Axis("seconds", "seconds, mean of its asks")

@@ -59,6 +59,7 @@ def chart(paths: Sequence[Path | str], name: str, baseline: str | None = None) -
     if len(runs) == 1:
         return chart_of(runs[0], name)
     if name not in several.CHARTS:
+        _check_number(name, one.CHARTS, "one run; give that run alone")
         raise unknown("figure of several runs", name, several.CHARTS)
     made = several.CHARTS[name](several.several([run.path for run in runs], baseline))
     if made is None or not made.rows:
@@ -70,21 +71,35 @@ def chart(paths: Sequence[Path | str], name: str, baseline: str | None = None) -
 def chart_of(run: RunDirectory, name: str) -> Chart:
     """The chart of that name of one run."""
     if name not in one.CHARTS:
+        _check_number(name, several.CHARTS, "several runs; give more than one")
         raise unknown("figure of a run", name, one.CHARTS)
     facts = facts_of(run)
     made = one.CHARTS[name](facts)
     if made is None or not made.rows:
         known = ", ".join(single.charts_of(facts))
-        raise RunError(f"{run.path} has no records for the figure {name}; it has: {known}.")
+        why = f" ({WHY[name]})" if name in WHY else ""
+        raise RunError(f"{run.path} has nothing for the figure {name}{why}; it has: {known}.")
     return made
 
 
+def _check_number(name: str, charts: Iterable[str], of: str) -> None:
+    if name in charts:
+        raise ConfigError(f"The figure {name} is of {of}.")
+
+
 WHY = {
+    "histogram": "it is for ten clients or more",
+    "embeddings": "it is of methods with an embedding for each client, and for three clients or more",
+    "networks": "it is for runs with several networks",
+    "newcomers": "it is for runs with unseen clients, in simulations of classification",
+    "weights": "it is of methods whose server weighs clients, e.g. hypergenfl",
+    "effective": "it is of methods whose server weighs clients, e.g. hypergenfl",
+    "estimates": "it is for runs with unseen clients and --adapt prior",
     "sweep": "it is for three runs or more that differ in one option with numbers, or in two",
     "differences": "it needs runs of one federation with a seed in common",
     "winners": "it needs runs of one federation with a seed in common",
 }
-"""What a figure of several runs needs."""
+"""What a figure needs."""
 
 
 def figure(run: RunDirectory, name: str, choices: Sequence[str] = ()) -> Figure:

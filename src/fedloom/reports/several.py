@@ -19,11 +19,13 @@ from fedloom.reports.one import measure, tested, words
 from fedloom.reports.page import Block, Page, Section, Tile, chart_block, code_block, table_block, text_block
 from fedloom.reports.paired import Paired, paired
 from fedloom.reports.single import lost_of
-from fedloom.reports.statistics import Interval, over_seeds, worst_tenth
+from fedloom.reports.statistics import Interval, over_seeds
 from fedloom.reports.tables import Cells, as_csv, as_latex, as_markdown
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.records import panel
 
+WRITTEN = 64
+"""Cells of a sweep in which numbers have room."""
 BARS = 300
 """Bars of a method, one for a client and seed."""
 DERIVED = ("engine", "device", "threads", "workers", "precision", "convolutions")
@@ -111,8 +113,9 @@ def _baseline(methods: Sequence[Method], name: str | None) -> Method:
     def plain(text: str) -> str:
         return text.replace(" ", "").lower()
 
-    named = [(method, {plain(one) for one in (method.label, method.row.method)}) for method in methods]
-    found = [method for method, names in named if plain(name) in names]
+    # a label first: the method of one row can be the label of another
+    found = [method for method in methods if plain(method.label) == plain(name)]
+    found = found or [method for method in methods if plain(method.row.method) == plain(name)]
     if not found:
         raise unknown("baseline", name, [method.row.method for method in methods])
     if len(found) > 1:
@@ -126,9 +129,8 @@ def _number(facts: Facts, of: str) -> float | None:
     scores = facts.unseen() if of == "unseen" else facts.scores(facts.shown)
     if scores is None:
         return None
-    if of == "worst":
-        return worst_tenth(scores.metric.tolist(), facts.higher_is_better)
-    return float(scores.metric.mean())
+    who = "unseen" if of == "unseen" else "participants"
+    return facts.of_all(scores, who, "_worst10" if of == "worst" else "")
 
 
 # the table
@@ -201,8 +203,9 @@ def differences(found: Several) -> Chart | None:
         return None
     intervals = [one.interval for one in pairs]
     data: dict[str, list[Any]] = {
-        "method": [one.method for one in pairs], "difference": [i.mean for i in intervals],
-        "low": [i.low for i in intervals], "high": [i.high for i in intervals],
+        "method": [one.method for one in pairs],
+        **{name: [_scaled(getattr(i, of), found) for i in intervals]
+           for name, of in (("difference", "mean"), ("low", "low"), ("high", "high"))},
         "lose": [one.lose for one in pairs], "seeds": [len(one.seeds) for one in pairs],
     }  # fmt: skip
     told = (
@@ -212,7 +215,7 @@ def differences(found: Several) -> Chart | None:
     )
     return Chart(
         "differences", f"Against {found.baseline.label}", told, "forest", data,
-        Axis("difference", _difference(found), "share" if found.share else "number", from_zero=True),
+        Axis("difference", _difference(found), from_zero=True),
         Axis("method", "method", "name", order=data["method"]), low="low", high="high", rules=(Rule("x", 0.0, ""),),
         titles={"low": "lower bound", "high": "upper bound", "lose": "share of clients that lose"},
         height=50 + 34 * len(pairs),
@@ -231,23 +234,38 @@ def winners(found: Several) -> Chart | None:
         everybody = max(everybody, len(rows))
         for rank, (difference, client, seed) in panel(list(enumerate(sorted(rows), start=1)), BARS):
             who = "loses" if difference < 0 else "gains" if difference > 0 else "same"
-            for column, entry in zip(data.values(), (rank, client, difference, one.method, seed, who)):
+            for column, entry in zip(data.values(), (rank, client, _scaled(difference, found), one.method, seed, who)):
                 column.append(entry)
     options = {one.method: {"only": ("method", one.method)} for one in pairs}
     losers = "; ".join(
-        f"{one.method}: {one.lose:.0%}, the worst by {_points(one.worst[1], found.share)}" for one in pairs
+        f"{one.method}: {one.lose:.0%}" + (f", the worst {_points(-one.worst[1], found.share)}" if one.lose else "")
+        for one in pairs
     )
     told = f"A bar for each client and seed. A gain of the mean can hide losers. Clients that lose: {losers}."
     if everybody > BARS:
         told += f" Of more than {BARS} bars some are shown, evenly."
     return Chart(
         "winners", f"Who gains and who loses against {found.baseline.label}", told, "bars", data,
-        Axis("rank", "clients, from who loses most"),
-        Axis("difference", _difference(found), "share" if found.share else "number"),
+        Axis("rank", "clients, from who loses most", "count"),
+        Axis("difference", _difference(found)),
         Axis("who", "who", "name", order=["loses", "same", "gains"], colours=(6, 7, 2)),
         switches=(Switch("method", options),),
         only=("method", pairs[0].method), height=240,
     )  # fmt: skip
+
+
+def _follows(name: str, other: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an option is settled by another: each value of the other comes with one value of it."""
+    return len({(repr(own[other]), repr(own[name])) for own in rows}) == len({repr(own[other]) for own in rows})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scaled(number: float | None, found: Several) -> float | None:
+    """As it is drawn: of shares, in percentage points."""
+    return None if number is None else 100 * number if found.share else number
 
 
 def _difference(found: Several) -> str:
@@ -260,7 +278,7 @@ def _points(number: float, share: bool) -> str:
 
 def curves(found: Several) -> Chart | None:
     """The test metric of every run, and the mean of each method, against rounds, seconds and megabytes."""
-    axes = {"rounds": Axis("round", "round"), "megabytes": Axis("megabytes", "MB sent, down and up"),
+    axes = {"rounds": Axis("round", "round", "count"), "megabytes": Axis("megabytes", "MB sent, down and up"),
             "seconds": Axis("seconds", "seconds of training")}  # fmt: skip
     data: dict[str, list[Any]] = {n: [] for n in ("method", "run", "round", "seconds", "megabytes", "metric", "width")}
     for method in found.methods:
@@ -298,12 +316,18 @@ def curves(found: Several) -> Chart | None:
 def sweep(found: Several) -> Chart | None:
     """The metric against the option in which runs differ; a table of colours where two do."""
     rows = [(method, _own(method.row)) for method in found.methods]
-    options = sorted({name for _, own in rows for name in own})
-    complete = all(set(own) == set(options) for _, own in rows)
-    if len(rows) < 3 or not complete or len(options) not in (1, 2):
+    names = sorted({name for _, own in rows for name in own})
+    if len(rows) < 3 or not all(set(own) == set(names) for _, own in rows):
         return None
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for _, own in rows for v in own.values()):
+    # what goes with another option, e.g. the bound that noise comes with, is no axis of its own
+    options = list(names)
+    for name in sorted(names, key=lambda name: (len({repr(own[name]) for _, own in rows}), name)):
+        if any(_follows(name, other, [own for _, own in rows]) for other in options if other != name):
+            options.remove(name)
+    if len(options) not in (1, 2) or not all(_is_number(own[name]) for _, own in rows for name in options):
         return None
+    left = [words(name) for name in names if name not in options]
+    along = f" Along with it changes: {', '.join(left)}." if left else ""
     known = [(m, own, i) for m, own in rows if (i := m.over_seeds("mean")) is not None]
     metric = tested(found.baseline.first)
     if len(options) == 2:
@@ -314,8 +338,10 @@ def sweep(found: Several) -> Chart | None:
             "metric": [i.mean for *_, i in known],
         }  # fmt: skip
         return Chart(
-            "sweep", f"{words(first).capitalize()} and {words(second)}", "Mean over clients and seeds.", "heat", data,
-            Axis("first", words(first)), Axis("second", words(second)), metric, height=280,
+            "sweep", f"{words(first).capitalize()} and {words(second)}", f"Mean over clients and seeds.{along}", "heat",
+            data,
+            Axis("first", words(first)), Axis("second", words(second)), metric, written=len(known) <= WRITTEN,
+            height=280,
         )  # fmt: skip
     (option,) = options
     known.sort(key=lambda one: one[1][option])
@@ -324,7 +350,9 @@ def sweep(found: Several) -> Chart | None:
         "low": [i.low for *_, i in known], "high": [i.high for *_, i in known],
         "method": [m.first.name for m, *_ in known],
     }  # fmt: skip
-    told = "Mean over clients and seeds; the band is Student's 95% interval over seeds, where there are several."
+    told = (
+        f"Mean over clients and seeds; the band is Student's 95% interval over seeds, where there are several.{along}"
+    )
     return Chart(
         "sweep", f"{words(found.baseline.row.metric).capitalize()} against {words(option)}", told, "lines", data,
         Axis("value", words(option)), metric, Axis("method", "method", "name"), low="low", high="high", height=280,
@@ -363,7 +391,7 @@ def page_of(found: Several) -> Page:
             (m.label, seed, facts.shown, str(facts.path)) for m in found.methods for seed, facts in m.runs.items()
         ])]),
     ]  # fmt: skip
-    dataset, clients = base.first.config.get("dataset"), base.first.config.get("clients")
+    dataset, clients = base.first.dataset, base.first.config.get("clients")
     return Page(
         title=f"{len(found.methods)} methods on {dataset}" if len(found.methods) > 1 else f"{base.label} on {dataset}",
         verdict=verdicts or ["These runs cannot be compared." if found.comparison.unlike else _alone(base)],
@@ -449,7 +477,8 @@ def _warnings(found: Several) -> list[str]:
         m.label for m in found.methods for f in m.runs.values() if f.evaluated and f.shown == f.evaluated[-1]["round"]
     ]
     if late:
-        told.append(f"Best at the last round, so that more rounds may raise them: {', '.join(dict.fromkeys(late))}.")
+        listed = ", ".join(dict.fromkeys(late))
+        told.append(f"Best at the last round, with one seed at least, so that more rounds may raise them: {listed}.")
     missing = [m.label for m in found.others if m.label not in {one.method for one in found.paired()}]
     if missing and not found.comparison.unlike:
         told.append(
@@ -460,6 +489,8 @@ def _warnings(found: Several) -> list[str]:
 
 def _how(found: Several) -> list[str]:
     n = min(len(method.runs) for method in found.methods)
+    scores = found.baseline.first.scores(found.baseline.first.shown)
+    panel_only = scores is not None and len(scores.clients) < scores.everybody
     return [
         "Every run is read at the round that was best on its participants' validation data. Test data choose nothing.",
         "With one seed, all methods have the same clients with the same samples; differences are taken by client "
@@ -467,4 +498,5 @@ def _how(found: Several) -> list[str]:
         f"{f'; with {n} seeds it is wide on purpose' if 1 < n < 5 else ''}. Intervals of several methods are each by "
         "itself, with no correction for their number.",
         "A mean over clients counts each client once, whatever its number of samples.",
+        *(["Differences are of the clients whose scores are recorded, evenly from the roster."] if panel_only else []),
     ]

@@ -30,7 +30,7 @@ from fedloom.reports.page import (
     text_block,
 )
 from fedloom.reports.privacy import statement
-from fedloom.reports.statistics import wilson, worst_tenth
+from fedloom.reports.statistics import wilson
 from fedloom.robust import TRIGGERED
 from fedloom.runs.directory import ESTIMATES
 from fedloom.runs.options import RunOptions
@@ -66,7 +66,7 @@ def page_of(facts: Facts, *, quick: bool = False) -> Page:
         Section("repeat", "To repeat it", _repeat(facts)),
     ]
     return Page(
-        title=f"{facts.name} on {facts.config.get('dataset', 'data')}",
+        title=f"{facts.name} on {facts.dataset}",
         verdict=verdict(facts),
         badges=_badges(facts),
         warnings=warnings(facts),
@@ -94,9 +94,7 @@ def verdict(facts: Facts) -> list[str]:
     scores = facts.scores(facts.shown)
     if scores is None:
         return [f"{facts.rounds} of {facts.planned} rounds are done, and nothing is evaluated yet."]
-    metric, mean = words(facts.metric), facts.best.get(f"deployed/participants/test/{facts.metric}")
-    mean = float(scores.metric.mean()) if mean is None else mean
-    worst = worst_tenth(scores.metric, facts.higher_is_better)
+    metric, mean, worst = words(facts.metric), facts.of_all(scores), facts.of_all(scores, of="_worst10")
     clients = f"{scores.everybody:,} client{'s' * (scores.everybody != 1)}"
     reaches = f"{facts.name} reaches" if facts.finished else f"So far, {facts.name} has"
     found = [
@@ -110,11 +108,11 @@ def verdict(facts: Facts) -> list[str]:
         when = "" if unseen.round == facts.shown else f" (round {unseen.round})"
         more += (
             f" {unseen.everybody:,} client{'s' * (unseen.everybody != 1)} that took no part: "
-            f"{value(facts, float(unseen.metric.mean()))}{when}."
+            f"{value(facts, facts.of_all(unseen, 'unseen'))}{when}."
         )
     elif "reason" in (facts.summary.get("unseen") or {}):
         more += f" {facts.summary['unseen']['reason']}"
-    return [*found, more, *([facts.about.idea[:1].upper() + facts.about.idea[1:]] if facts.about.idea else [])]
+    return [*found, more, *([_sentence(facts.about.idea)] if facts.about.idea else [])]
 
 
 def warnings(facts: Facts) -> list[str]:
@@ -132,11 +130,12 @@ def warnings(facts: Facts) -> list[str]:
                 f"{lost} of {len(scores.clients)} clients have a {words(facts.metric)} that is no finite number: their "
                 "models came apart, and a mean over all has no value."
             )
+        recorded = " whose scores are recorded" if len(scores.clients) < scores.everybody else ""
         few = int((scores.samples < FEW_SAMPLES).sum())
         if few:
             found.append(
-                f"{few} of {len(scores.clients)} clients have fewer than {FEW_SAMPLES} test samples: what is said of "
-                "one of them by itself says little."
+                f"{few:,} of {len(scores.clients):,} clients{recorded} have fewer than {FEW_SAMPLES} test samples: "
+                "what is said of one of them by itself says little."
             )
         total = pooled_samples(scores)
         if facts.is_share and total < 1000:
@@ -154,9 +153,14 @@ def warnings(facts: Facts) -> list[str]:
         who = len({one["client"] for one in dropped})
         found.append(f"Replies were not used: {len(dropped)}, of {who} of the clients. The reasons are under Cost.")
     found.append("This is one run with one seed: it says what came of it, and nothing about the method.")
-    found += [str(note) for note in facts.summary.get("notes", ())]
-    found += list(dict.fromkeys(str(note) for record in facts.records for note in record.get("notes", ())))
-    return found
+    notes = [*facts.summary.get("notes", ()), *(note for record in facts.records for note in record.get("notes", ()))]
+    return [*found, *dict.fromkeys(_sentence(str(note)) for note in notes)]
+
+
+def _sentence(text: str) -> str:
+    """With a capital letter, except for a name such as pFedHN, and a full stop."""
+    first = text.split(" ", 1)[0]
+    return (text[:1].upper() + text[1:] if first.islower() else text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _badges(facts: Facts) -> list[str]:
@@ -185,17 +189,16 @@ def _tiles(facts: Facts) -> list[Tile]:
     metric = words(facts.metric)
     found = []
     if scores is not None:
-        mean = float(scores.metric.mean())
-        worst = worst_tenth(scores.metric, facts.higher_is_better)
+        mean, pooled, worst = (value(facts, facts.of_all(scores, of=of)) for of in ("", "_pooled", "_worst10"))
         found += [
-            Tile(f"mean test {metric}", value(facts, mean), f"{value(facts, scores.pooled)} with every sample once"),
-            Tile("worst tenth", value(facts, worst), "mean of the clients that fare worst"),
+            Tile(f"mean test {metric}", mean, f"{pooled} with every sample once"),
+            Tile("worst tenth", worst, "mean of the clients that fare worst"),
         ]
     if unseen is not None:
         found.append(
             Tile(
                 "newcomers",
-                value(facts, float(unseen.metric.mean())),
+                value(facts, facts.of_all(unseen, "unseen")),
                 f"{unseen.everybody} clients, round {unseen.round}",
             )
         )
@@ -353,7 +356,7 @@ def _left_out(facts: Facts) -> list[Block]:
 
 def _repeat(facts: Facts) -> list[Block]:
     environment, path = facts.environment, str(facts.path)
-    changed = sorted(_not_default(facts.config).items())
+    given = sorted(_told(facts.config).items())
     versions = environment.get("versions") or {}
     items = [
         ("started", environment.get("started")),
@@ -368,7 +371,10 @@ def _repeat(facts: Facts) -> list[Block]:
     blocks: list[Block] = [
         code_block("The same run again", f"fedloom run --config {shlex.quote(path + '/config.yaml')} --out runs/again"),
         table_block(
-            "options", "Options that are not the defaults", ["option", "value"], [(n, str(v)) for n, v in changed]
+            "options",
+            "Options of the method, and others that are not the defaults",
+            ["option", "value"],
+            [(name, str(value)) for name, value in given],
         ),
         facts_block([(name, text) for name, text in items if text]),
     ]
@@ -386,7 +392,7 @@ def _digest(facts: Facts) -> str:
     return digest(file.read_bytes()) if file.is_file() else ""
 
 
-def _not_default(config: Any) -> dict[str, Any]:
+def _told(config: Any) -> dict[str, Any]:
     """Options whose values are not those of every run, and all of the method's own: their defaults need its code."""
     shared = {f.name: f.default for f in fields(RunOptions) if f.default is not MISSING}
     return {n: v for n, v in config.items() if n != "method" and (n not in shared or v != shared[n])}

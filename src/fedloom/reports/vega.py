@@ -7,6 +7,7 @@ Names that users choose are data here, never part of an expression or of a field
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from fedloom.reports.charts import Axis, Chart, Rule
@@ -55,12 +56,14 @@ def _encoding(chart: Chart, axis: Axis, *, along: str, rows: int = 0, **more: An
         # not as ``sort``, of which Vega-Lite makes an expression with every name in it
         domain = {"scale": {"domain": list(axis.order)}} if axis.order else {}
         return {**found, "type": "nominal", "sort": None, "axis": look, **domain}
-    number = "~s" if _largest(chart, axis) >= 1e4 else ",.4~g"
+    # without one, or without digits in it, Vega gives as many as tell ticks apart
+    form = {"format": "%"} if axis.kind == "share" else {"format": "~s"} if _largest(chart, axis) >= 1e4 else {}
+    whole = {"tickMinStep": 1} if axis.kind == "count" else {}
     return {
         **found,
         "type": "quantitative",
         "scale": {"zero": axis.from_zero, "nice": True},
-        "axis": {"format": ".0%" if axis.kind == "share" else number, "grid": along == "y", "tickCount": 5},
+        "axis": {**form, **whole, "grid": along == "y", "tickCount": 5},
     }
 
 
@@ -183,7 +186,8 @@ def _lines(chart: Chart) -> Spec:
             "condition": {"test": f"datum[{json.dumps(chart.size.column)}] > 1", "value": 1},
             "value": 0.4,
         }
-    layers.append({"mark": {"type": "line", "strokeWidth": 2, "interpolate": "linear"}, "encoding": line})
+    mark = {"type": "line", "strokeWidth": 2, "interpolate": "linear", "point": _has_lone_point(chart)}
+    layers.append({"mark": mark, "encoding": line})
     layers += _rules(chart)
     near = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
     layers.append({
@@ -195,6 +199,12 @@ def _lines(chart: Chart) -> Spec:
         },
     })  # fmt: skip
     return {"layer": layers}
+
+
+def _has_lone_point(chart: Chart) -> bool:
+    """Whether a line has a single point, which no stroke shows."""
+    parts = [axis.column for axis in [chart.colour] if axis] + [name for name in (chart.detail, chart.dashed) if name]
+    return 1 in Counter(zip(*(chart.data[name] for name in parts))).values()
 
 
 def _ranked(chart: Chart) -> Spec:
@@ -215,10 +225,16 @@ def _ranked(chart: Chart) -> Spec:
 
 def _long_ranked(chart: Chart) -> Spec:
     """One line and one band for all, as quick to draw as a short one."""
-    y = _encoding(chart, chart.y, along="y")
-    axis = {"grid": False, "format": "~s"}
+    assert chart.colour is not None
+    y, group = _encoding(chart, chart.y, along="y"), [chart.colour.column]
+    place = [  # in its own group, as a share of it: groups are of unlike sizes
+        {"joinaggregate": [{"op": "count", "as": "of"}], "groupby": group},
+        {"window": [{"op": "row_number", "as": "place"}], "groupby": group},
+        {"calculate": "(datum.place - 1) / max(datum.of - 1, 1)", "as": "place"},
+    ]
+    axis = {"grid": False, "format": "%"}
     common: Spec = {
-        "x": {"field": "rank", "title": chart.x.title, "type": "quantitative", "axis": axis},
+        "x": {"field": "place", "title": chart.x.title, "type": "quantitative", "axis": axis},
         "color": _colour(chart),
     }
     band = {**common, "y": {**y, "field": chart.low}, "y2": {"field": chart.high}}
@@ -226,7 +242,7 @@ def _long_ranked(chart: Chart) -> Spec:
         [{"mark": {"type": "area", "opacity": 0.2, "aria": False}, "encoding": band}] if chart.low else []
     )
     line = {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {**common, "y": y}}
-    return {"layer": [*layers, line, *_rules(chart)]}
+    return {"transform": place, "layer": [*layers, line, *_rules(chart)]}
 
 
 def _points(chart: Chart) -> Spec:
@@ -274,7 +290,15 @@ def _heat(chart: Chart) -> Spec:
             one.pop("scale", None)
         one["scale"] = {**one.get("scale", {}), "padding": 0}
     encoding: Spec = {"x": x, "y": y, "color": _colour(chart), "tooltip": _tooltip(chart)}
-    return {"mark": {"type": "rect"}, "encoding": encoding}
+    if not chart.written:
+        return {"mark": {"type": "rect"}, "encoding": encoding}
+    column = chart.colour.column
+    known = [value for value in chart.data[column] if isinstance(value, int | float)]
+    light = f"datum[{json.dumps(column)}] > {(min(known) + max(known)) / 2}"
+    number = {"field": column, "type": "quantitative", "format": _format(chart.colour)}
+    ink = {"condition": {"test": light, "value": "#000000"}, "value": "#ffffff"}
+    text = {"mark": {"type": "text", "aria": False}, "encoding": {"x": x, "y": y, "text": number, "color": ink}}
+    return {"layer": [{"mark": {"type": "rect"}, "encoding": encoding}, text]}
 
 
 def _bars(chart: Chart) -> Spec:
@@ -295,8 +319,6 @@ def _bars(chart: Chart) -> Spec:
 def _forest(chart: Chart) -> Spec:
     x, tooltip = _encoding(chart, chart.x, along="x"), _tooltip(chart, chart.low, chart.high)
     x["axis"] = {**x["axis"], "grid": True}
-    if chart.x.kind == "share":
-        x["axis"]["format"] = ".1%"
     y = _encoding(chart, chart.y, along="y", rows=chart.rows)
     y["axis"] = {"labelLimit": 260, "ticks": False, "domain": False, "title": None}
     common: Spec = {"y": y, "color": _colour(chart), "tooltip": tooltip}

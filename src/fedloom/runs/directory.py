@@ -48,6 +48,8 @@ EMBEDDINGS, ESTIMATES = "embeddings.jsonl", "estimates.jsonl"
 PRIVACY = "privacy.jsonl"
 APPENDED = (METRICS, SCORES, EMBEDDINGS, ESTIMATES)
 """Files to which a line is added at a time."""
+DATA = "data"
+"""Under which name checkpoints have the digest of the clients' data."""
 MAY_CHANGE = ("rounds", "keep", "tracker")
 """Options that say nothing of what was computed so far."""
 _ROUND = re.compile(r"round-(\d{6,})")

@@ -12,6 +12,9 @@ from fedloom.core.errors import ConfigError
 if TYPE_CHECKING:
     from fedloom.data.tables import Roles
 
+PYTHON_DATA = "python"
+"""For a dataset: the data came as Python objects, and must be given again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:

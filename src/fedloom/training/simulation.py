@@ -32,6 +32,7 @@ from fedloom.models.spec import parse, usual_network
 from fedloom.robust import TRIGGERED
 from fedloom.robust.attacks import liars
 from fedloom.robust.poison import BACKDOOR, poisoned
+from fedloom.runs.directory import DATA
 from fedloom.runs.options import RunOptions
 from fedloom.runs.records import PANEL
 from fedloom.runs.roster import Member, Roster
@@ -195,14 +196,14 @@ class Simulation(Trainer):
         return ServerSamples(x, self.arrays.y[rows] if labelled else None, source)
 
     @cached_property
-    def data_digest(self) -> str:
-        """A fingerprint of the data: the clients', and the server's if they are of another source."""
+    def data_digests(self) -> dict[str, str]:
+        """Fingerprints of the data: the clients', and the server's if they are of another source."""
         own = self.server_samples if isinstance(self.server.options.server_data, str) else None
-        return self.arrays.digest() + (own.digest() if own else "")
+        return {DATA: self.arrays.digest(), **({"server's data": own.digest()} if own else {})}
 
     def meta(self) -> dict[str, Any]:
         """As ``Trainer.meta``, and which data these are."""
-        return {**super().meta(), "digests": {"data": self.data_digest}}
+        return {**super().meta(), "digests": self.data_digests}
 
     def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
         """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
