@@ -391,7 +391,7 @@ UNREAD = [
     (
         "fedavg",
         {"laplace-noise": 0.1},
-        "has 'laplace-noise' in its own config, which nothing reads, nor has the method",
+        "has 'laplace-noise' in its own config, which nothing reads; did you mean 'sample-dp-noise'",
     ),
     (
         "fedavg",

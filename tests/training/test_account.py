@@ -8,7 +8,7 @@ import pytest
 
 import fedloom
 from fedloom.core.errors import ConfigError, NeedsError, RunError
-from fedloom.privacy.ledger import epsilon, releases_of
+from fedloom.privacy.ledger import epsilon, releases_of, worst
 from fedloom.reports.privacy import statement
 from fedloom.runs.directory import PRIVACY
 
@@ -101,16 +101,102 @@ def test_calibration_with_noise_is_released_too(tmp_path) -> None:
     assert epsilon(releases_of(released(run)), 1e-5) > plain
 
 
+HIDDEN = {
+    "sampling": "fixed", "dp_clip": 0.0, "dp_noise": 0.0, "sample_dp_clip": 0.5, "sample_dp_noise": 2.0,
+    "local_steps": 3, "batch_size": 8,
+}  # fmt: skip
+
+
+def test_noised_steps_are_written_down_for_each_client_that_was_asked(tmp_path) -> None:
+    run = train(tmp_path / "run", **HIDDEN)
+    records, found = run.directory.records(), releases_of(released(run))
+    for record in records:
+        asked = sorted(client for one in found if one.round == record["round"] for client in one.who)
+        assert asked == sorted(record["cohort"]["client"]) and "local_loss" not in record["diagnostics"]
+    assert {(one.times, one.size, one.unit) for one in found} == {(3, 8, "sample")}
+    sizes = {member.id: member.samples["train"] for member in run.directory.roster().members}
+    assert all(one.clients == sizes[client] for one in found for client in one.who)
+    told = statement(run.directory.config, released(run))
+    assert told.epsilon is None and told.sample_epsilon == worst(found, 1e-5).epsilon
+    assert "each sample" in told.covered[0] and "Validation and test samples" in told.not_covered[0]
+    assert "each sample" in run.report(tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_has_the_ledger_of_samples_of_one_that_was_never_stopped(tmp_path) -> None:
+    straight = train(tmp_path / "straight", **HIDDEN)
+    train(tmp_path / "halves", rounds=2, **HIDDEN)
+    resumed = fedloom.resume(tmp_path / "halves", rounds=4)
+    assert released(resumed) == released(straight)
+
+
+def test_training_stops_before_anybodys_samples_exceed_epsilon(tmp_path) -> None:
+    whole = train(tmp_path / "whole", rounds=8, **HIDDEN)
+    found = releases_of(released(whole))
+    limit = worst([one for one in found if one.round <= 5], 1e-5).epsilon
+    last = max(r for r in range(1, 9) if worst([one for one in found if one.round <= r], 1e-5).epsilon <= limit)
+    run = train(tmp_path / "run", rounds=8, max_epsilon=limit * 1.0001, **HIDDEN)
+    assert run.summary["rounds"] == last < 8 and "--max-epsilon" in run.summary["stopped"]
+    assert worst(releases_of(released(run)), 1e-5).epsilon <= limit * 1.0001
+    with pytest.raises(ConfigError, match="one round would have more already"):
+        train(tmp_path / "none", max_epsilon=0.001, **HIDDEN)
+
+
+def test_tuning_and_newcomers_are_written_down_and_kept_within_epsilon(tmp_path) -> None:
+    options = {**OPTIONS, **HIDDEN, "rounds": 6, "tune_steps": 2, "unseen": 2}
+    run = fedloom.run("fedavg_ft", out=tmp_path / "run", **options)
+    found = releases_of(released(run))
+    tuned = [one for one in found if one.what.startswith("settling")]
+    assert {client for one in tuned for client in one.who} == set(run.simulation.present) and tuned[0].times == 2
+    assert {client for one in found if one.what.startswith("admission") for client in one.who} == set(
+        run.simulation.server.unseen
+    )
+    told = [one for one in found if not one.what.startswith("admission")]
+    limit = worst(told, 1e-5).epsilon * 0.8
+    less = fedloom.run("fedavg_ft", out=tmp_path / "less", **options, max_epsilon=limit)
+    participants = [one for one in releases_of(released(less)) if not one.what.startswith("admission")]
+    assert 0 < less.summary["rounds"] < 6 and worst(participants, 1e-5).epsilon <= limit
+
+
+def test_both_units_are_accounted_for_side_by_side(tmp_path) -> None:
+    run = train(tmp_path / "run", **{**HIDDEN, "sampling": "poisson", "dp_clip": 0.5, "dp_noise": 1.0})
+    told = statement(run.directory.config, released(run))
+    alone = statement({"dp_noise": 1.0}, [line for line in released(run) if line["unit"] == "client"])
+    assert told.epsilon == alone.epsilon and told.sample_epsilon
+
+
+def test_laplace_noise_is_written_down_without_an_epsilon(tmp_path) -> None:
+    run = fedloom.run("mh_pfedhn", out=tmp_path / "run", dataset="digits", clients=4, rounds=2, cohort=2,
+                      local_epochs=1, model="mlp:hidden=4", progress="quiet", laplace_noise=0.02)  # fmt: skip
+    found = releases_of(released(run))
+    assert [(one.round, one.mechanism, one.noise, one.clients) for one in found] == [
+        (r, "laplace", 0.02, 2) for r in (1, 2)
+    ]
+    told = statement(run.directory.config, released(run))
+    assert told.epsilon is None and told.covered == [] and "no epsilon can be named" in " ".join(told.not_covered)
+
+
+def test_private_descriptors_are_written_down_with_the_epsilon_they_are_made_for(tmp_path) -> None:
+    run = fedloom.run("it_pfl_hn", out=tmp_path / "run", dataset="digits", partition="iid", clients=4, rounds=1,
+                      unseen=2, local_steps=1, model="mlp:hidden=4", progress="quiet", descriptor_epsilon=0.7,
+                      descriptor_delta=0.001)  # fmt: skip
+    found = releases_of(released(run))
+    assert {client for one in found for client in one.who} == set(run.simulation.server.unseen)
+    assert epsilon(found[:1], 0.001) == pytest.approx(0.7, rel=1e-3)
+    assert "epsilon 0.7 at delta 0.001" in statement(run.directory.config, released(run)).covered[0]
+
+
 def test_options_that_protect_nothing_are_refused(tmp_path) -> None:
     for wrong, sentence in (
         ({"dp_noise": 0.0}, "go together"),
         ({"dp_noise": 0.0, "dp_clip": 0.0}, "--sampling poisson is for --dp-noise"),
-        ({"dp_noise": 0.0, "dp_clip": 0.0, "sampling": "fixed", "max_epsilon": 1.0}, "about --dp-noise"),
+        ({"dp_noise": 0.0, "dp_clip": 0.0, "sampling": "fixed", "max_epsilon": 1.0}, "neither is given"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             train(tmp_path / "run", **wrong)
     with pytest.raises(NeedsError, match="more than 10 clients in a round"):
         train(tmp_path / "run", dp_quantile=0.5)
+    with pytest.raises(ConfigError, match="--sample-dp-noise does not hide them there"):
+        train(tmp_path / "run", adapt="prior", **HIDDEN)
     assert not (tmp_path / "run").exists()
 
 

@@ -131,12 +131,10 @@ def _tune_init(prior: Algorithm, home: Home, shared: Tree, mine: Tree, memory: T
 
 
 def _tune_step(home: Home, shared: Tree, carry: _Tuning, batch: Batch) -> _Tuning:
-    known = batch._replace(mask=batch.mask & (batch.y >= 0))
-
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         outputs, after = home.model.train(params, buffers, batch.x, batch.mask, batch.key)
         losses = home.task.loss(carry.slope * outputs + carry.offset, batch.y.clamp(min=0))
-        loss = known.mean(losses)
+        loss = batch._replace(mask=batch.mask & (batch.y >= 0)).mean(losses)
         return loss, (loss, after)
 
     training = train_step(home, carry.training, batch, objective=objective)

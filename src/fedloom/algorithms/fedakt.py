@@ -116,7 +116,7 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     """One step of model and adapter together."""
     config, model, task = home.config, home.model, home.task
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         own = only(params, model.shapes)
         z, after = model.train_features(own, buffers, batch.x, batch.mask, batch.key)
         # dropout of the model draws from the same key, by the numbers from 1 on

@@ -201,7 +201,7 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
     """One step on CE(sum_k r_k(x) e_k(x)), and for anchors on CE(g(s(x)), own expert)."""
     model = home.model
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         scores = gate_scores(model, shared["common"], buffers, net(params, "gate"), batch.x)
         weights = scores.gather(1, carry.which.expand(len(scores), -1)).softmax(1)  # (samples, K)
         outputs: Tensor | float = 0.0

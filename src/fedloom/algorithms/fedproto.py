@@ -97,7 +97,7 @@ def training(config: Any) -> Program:
 def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Training:
     """One step on CE + lambda * |z - P_y|^2 / d; samples of a class without a prototype are not pulled."""
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         z, after = home.model.train_features(params, buffers, batch.x, batch.mask, batch.key)
         loss = batch.mean(home.task.loss(home.model.classify(params, z), batch.y))
         apart = (z.flatten(1) - shared["prototypes"][batch.y]).square().mean(1) * shared["known"][batch.y]

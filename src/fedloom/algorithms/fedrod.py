@@ -133,7 +133,7 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
     """One step on CE(h_G(z) + prior) for body and common head, and on CE(h_G(z) + h_i(z)) for the own head."""
     task = home.task
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         common = only(params, home.model.shapes)
         z, after = home.model.train_features(common, buffers, batch.x, batch.mask, batch.key)
         scores = home.model.classify(common, z)

@@ -103,7 +103,7 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     """One step on CE + a_L2 |z| + a_CMI KL(N(c mu, (c sigma)^2) || N(r_mu, r_sigma^2)), one z per sample."""
     config, model = home.config, home.model
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         own = only(params, model.shapes)
         features, after = model.train_features(own, buffers, batch.x, batch.mask, batch.key)
         mean, width = gaussian(params, features)

@@ -76,11 +76,11 @@ def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
 def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
     """One step on the client's own loss plus mu times the contrast; the other models are frozen, in evaluation mode."""
     model, previous = home.model, carry.previous
-    common = model.features(shared["params"], carry.buffers, batch.x)
-    before = model.features(previous["params"], previous["buffers"], batch.x)
-    away = direction(before) - direction(common)
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        common = model.features(shared["params"], carry.buffers, batch.x)
+        before = model.features(previous["params"], previous["buffers"], batch.x)
+        away = direction(before) - direction(common)
         z, after = model.train_features(params, buffers, batch.x, batch.mask, batch.key)
         loss = batch.mean(home.task.loss(model.classify(params, z), batch.y))
         return loss + home.config.mu * batch.mean(contrast(z, away, home.config.temperature)), (loss, after)

@@ -100,7 +100,7 @@ def privacy(
         return
     if found.releases:
         rows = [(kind.what, kind.times, kind.noise, kind.drawn) for kind in found.releases]
-        table(["made public", "times", "noise", "clients drawn"], rows)
+        table(["made public", "times", "noise", "drawn"], rows)
     for title, sentences in (("Covered", found.covered), ("Not covered", found.not_covered)):
         if sentences:
             typer.echo(f"{title}:")

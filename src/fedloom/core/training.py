@@ -18,7 +18,9 @@ from torch import Tensor
 from fedloom.core.config import check, option
 from fedloom.core.contract import Batch, Batches, Home
 from fedloom.core.errors import ConfigError
+from fedloom.core.noised import clipped_sum, hides_samples, noised
 from fedloom.core.optim import Optimiser, OptimiserName
+from fedloom.core.random import fold
 from fedloom.core.trees import Params, Tree, tree_map
 
 
@@ -39,6 +41,13 @@ class LocalConfig:
     weight_decay: float = option(5e-5, "Local weight decay (pFedHN's code).", low=0)
     clip: float = option(50.0, "Largest norm of a local gradient; 0: no clipping (pFedHN's code).", low=0)
     keep_optimiser: bool = option(False, "Keep a client's optimiser state from round to round.")
+    sample_dp_clip: float = option(0.0, "With --sample-dp-noise: the largest norm of one sample's gradient.", low=0)
+    sample_dp_noise: float = option(
+        0.0,
+        "Differential privacy for samples: Gaussian noise on the sum of a step's gradients, in units of "
+        "--sample-dp-clip; each sample is drawn by itself. 0: none.",
+        low=0,
+    )
 
     INSTEAD: ClassVar = {"local_steps": {"local_epochs": 0}}
 
@@ -46,6 +55,11 @@ class LocalConfig:
         check(self)
         if not (self.local_steps or self.local_epochs):
             raise ConfigError("--local-steps and --local-epochs are both 0; give one of them at least 1.")
+        if bool(self.sample_dp_noise) != bool(self.sample_dp_clip):
+            raise ConfigError(
+                "--sample-dp-noise and --sample-dp-clip go together: noise hides only what is bounded, and a bound "
+                "alone hides nothing. Give both."
+            )
 
     @property
     def form(self) -> tuple[str, ...]:
@@ -85,8 +99,11 @@ class Training(NamedTuple):
 
 Penalty = Callable[[Params], Tensor]
 Correction = Callable[[Params], Params]
-Objective = Callable[[Params, Tree], tuple[Tensor, tuple[Tensor, Tree]]]
-"""(params, buffers) -> what is minimised, and beside it the loss for the records and the new buffers."""
+Objective = Callable[[Params, Tree, Batch], tuple[Tensor, tuple[Tensor, Tree]]]
+"""(params, buffers, batch) -> what is minimised, and beside it the loss for the records and the new buffers."""
+
+SAMPLE_NOISE = -2
+"""Folded into a client's key for noise on gradients: steps fold their numbers, from 0, into the same key."""
 
 
 def begin(home: Home, params: Params, memory: Tree, optimiser: Optimiser | None = None) -> Training:
@@ -109,21 +126,49 @@ def gradient(
 ) -> tuple[Params, Tensor, Tree]:
     """The gradient of the mean loss on a batch (plus a penalty), the loss without it, and the new buffers.
 
-    ``objective`` takes the place of the mean loss, and says which loss is recorded.
+    ``objective`` takes the place of the mean loss, and says which loss is recorded. With ``--sample-dp-noise`` the
+    gradient hides each sample of the batch, and the loss is 0: it would tell of them.
     """
-    minimised = objective or mean_loss_on(home, batch)
+    minimised = objective or mean_loss_of(home)
+    if hides_samples(home.config):
+        grads = _hiding_samples(home, params, buffers, batch, penalty, minimised)
+        return grads, torch.zeros_like(home.num_samples), buffers
 
     def penalised(params: Params) -> tuple[Tensor, tuple[Tensor, Tree]]:
-        value, beside = minimised(params, buffers)
+        value, beside = minimised(params, buffers, batch)
         return value + penalty(params) if penalty else value, beside
 
     return differentiate(penalised, params)
 
 
-def mean_loss_on(home: Home, batch: Batch) -> Objective:
+def _hiding_samples(
+    home: Home, params: Params, buffers: Tree, batch: Batch, penalty: Penalty | None, minimised: Objective
+) -> Params:
+    """The noised mean of the gradients that the samples have each by itself; a penalty knows nothing of samples."""
+    config = home.config
+
+    def of_sample(x: Tensor, y: Tensor, number: Tensor) -> Params:
+        key, alone = fold(batch.key, number), torch.ones(1, dtype=torch.bool, device=x.device)
+        only = Batch(x[None], y[None], alone, batch.step, batch.epoch, key)
+        grads: Params = torch.func.grad(lambda params: minimised(params, buffers, only), has_aux=True)(params)[0]
+        return grads
+
+    numbers = torch.arange(len(batch.mask), device=batch.mask.device)
+    total = clipped_sum(of_sample, (batch.x, batch.y, numbers), batch.mask, config.sample_dp_clip)
+    expected = home.num_samples.clamp(min=1, max=config.batch_size)
+    key = fold(fold(home.key, SAMPLE_NOISE), batch.step)
+    grads: Params = noised(total, config.sample_dp_clip, config.sample_dp_noise, expected, key)
+    if penalty:
+        nothing = torch.zeros_like(home.num_samples)
+        slope, _, _ = differentiate(lambda params: (penalty(params), (nothing, {})), params)
+        grads = tree_map(torch.add, grads, slope)
+    return grads
+
+
+def mean_loss_of(home: Home) -> Objective:
     """The task's loss of the client's own model, as an objective."""
 
-    def objective(params: Params, buffers: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+    def objective(params: Params, buffers: Tree, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tree]]:
         outputs, after = home.model.train(params, buffers, batch.x, batch.mask, batch.key)
         loss = batch.mean(home.task.loss(outputs, batch.y))
         return loss, (loss, after)

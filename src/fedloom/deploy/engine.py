@@ -110,6 +110,10 @@ class Flower(AbstractEngine):
                 f"of {self.rules.quorum:.0%}. The last checkpoint is intact: see to the clients, then resume."
             )
 
+    def samples_of(self, client: ClientId) -> int:
+        """As it told when it joined; newcomers do not tell."""
+        return self.samples.get(client, 0)
+
     def first_memory(self, federation: Federation, client: ClientId) -> Tree:
         """Version 0: the client begins."""
         return {VERSION: torch.zeros((), dtype=torch.int64)}

@@ -32,6 +32,8 @@ def answer(
     session = engine.session(stage, known, secret_noise=True, asks=ask)
     drawn: list[int] = []
     job = replace(session.job(program, shared, PerClient.of({client: mine})), drawn=drawn)
+    if job.hides_samples:
+        engine.check_hidden(job)
     reply, after = run_client(job, client, shared, mine)
     if not all(bool(torch.isfinite(leaf).all()) for _, leaf in leaves(after)):
         raise ClientFault(SPOILT)

@@ -15,6 +15,7 @@ from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
 from fedloom.core.tokens import Tokens
 from fedloom.data.preparation import Preparation
 from fedloom.runs.options import RunOptions
+from fedloom.training.config import check_together
 from fedloom.training.machine import task_named
 
 SHARED = (
@@ -191,6 +192,7 @@ def read(table: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise unknown(f"setting of the app for {method}", name, known)
     settings = Settings(method, **found)
+    check_together(settings.run, settings.config)
     if not settings.deploy.shape or not settings.deploy.num_outputs:
         raise ConfigError("num-outputs is 0; give the number of classes, or of target values.")
     classes, outputs = len(set(settings.deploy.class_names)), settings.deploy.num_outputs

@@ -521,7 +521,8 @@ class Deployment(Trainer):
         cohort = self.settings.run.cohort_of(clients, self.server.algorithm.cohort)
         self.server.options = replace(self.server.options, clients=clients, cohort=cohort)
         self.server.now, self.server.settled = now if state is None else now._replace(state=state), settled
-        self.engine = self._engine(federation)
+        written_down, self.engine = self.engine.before_ask, self._engine(federation)
+        self.engine.before_ask = written_down
         self.prepare_by(preparation)
         self.roster_is_new = True
 

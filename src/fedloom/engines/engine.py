@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.federation import Federation
-from fedloom.core.contract import Algorithm, Program, Seeds, call
+from fedloom.core.contract import Algorithm, Batch, Home, Program, Seeds, call
 from fedloom.core.errors import DivergedError, RoundError
 from fedloom.core.memory import is_full, why_full
-from fedloom.core.random import seed_of
+from fedloom.core.random import key, seed_of
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.acceptance import NOT_FINITE, SPOILT, finite, refusals
 from fedloom.engines.allocator import keep_freed_memory
 from fedloom.engines.job import ClientFault, Dropped, Job, Moment, Outcome
 from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
+from fedloom.privacy.sample_level import check
 
 Part = tuple[Sequence[ClientId], Tree]
 """Clients and their trees, stacked."""
@@ -75,12 +76,21 @@ class AbstractEngine(abc.ABC):
         self.machine = machine or Machine()
         self.notes: list[str] = []
         """What users should know of how clients are run; each is said once."""
+        self.before_ask: Callable[[Job], None] = lambda job: None
+        """Called with each ask, before anybody is asked."""
         if federation.device.type == "cpu":
             keep_freed_memory()
 
     @abc.abstractmethod
     def answer(self, job: Job) -> Iterable[Outcome]:
         """Have the clients of the job run its program."""
+
+    def samples_of(self, client: ClientId) -> int:
+        """How many training samples a client has; 0 where that is not known."""
+        return len(self.federation.roster[client].rows["train"])
+
+    def check_hidden(self, job: Job) -> None:  # noqa: B027
+        """Refuse a job that is to hide samples and does not; here clients do that, on machines of their own."""
 
     def session(
         self,
@@ -174,7 +184,11 @@ class Session:
         for clients, tree in mine.groups:
             stats.down.update(dict.fromkeys(clients, common + num_bytes(tree) // len(clients)))
         usable: list[Part] = []
-        for outcome in self.engine.answer(self.job(program, shared, mine)):
+        job = self.job(program, shared, mine)
+        if job.hides_samples:
+            self.engine.check_hidden(job)
+        self.engine.before_ask(job)
+        for outcome in self.engine.answer(job):
             stats.dropped += outcome.dropped
             stats.seconds.update(outcome.seconds)
             usable += self._accept(program, shared, mine, outcome)
@@ -264,12 +278,28 @@ class AbstractLocalEngine(AbstractEngine):
         self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
     ) -> None:
         super().__init__(federation, algorithm, config, seed, machine)
+        self._hidden: set[tuple[Program, Hashable]] = set()
+        """Of which it is known that samples are hidden."""
         self._room: dict[tuple[str, Hashable], int] = {}
         """How many clients fit into memory at a time, by program and architecture, where not all do."""
 
     @abc.abstractmethod
     def run_group(self, job: Job) -> Outcome:
         """Run clients whose model, ``mine`` and memory have the same shapes."""
+
+    def check_hidden(self, job: Job) -> None:
+        """As ``AbstractEngine.check_hidden``: each program is tried out once for each architecture."""
+        data = job.federation
+        for client in job.clients:
+            model = data.roster[client].model
+            if (job.program, model.spec) in self._hidden:
+                continue
+            unused = key("trial of what is hidden").to(data.device)
+            home = Home(model, data.task, job.config, job.num_samples([client])[0], unused, job.program.guest)
+            zero = torch.zeros((), dtype=torch.int64, device=data.device)
+            like = Batch(data.x[:0], data.y[:0], torch.ones(0, dtype=torch.bool), zero, zero, unused)
+            check(self.algorithm.name, job.program, home, job.shared, job.mine[client], job.memories[client], like)
+            self._hidden.add((job.program, model.spec))
 
     def answer(self, job: Job) -> Iterable[Outcome]:
         """As ``AbstractEngine.answer``: group by group, each as large as memory has room for."""

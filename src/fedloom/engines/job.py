@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.clients.batching import Schedule, schedule
+from fedloom.clients.batching import Schedule, drawn_one_by_one, schedule
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Home, Program
 from fedloom.core.device import to_device
-from fedloom.core.random import Fresh, seed_of, stream
+from fedloom.core.noised import hides_samples
+from fedloom.core.random import Fresh, secret_stream, seed_of, stream
 from fedloom.core.trees import ClientId, PerClient, Tree
+
+TRIED = ("val", "test")
+"""Splits that nothing is trained on: their samples are tried, and not hidden."""
 
 
 class Moment(NamedTuple):
@@ -59,6 +63,12 @@ class Job:
         """The architecture of the clients, where they have one."""
         return self.federation.roster[self.clients[0]].model.spec
 
+    @property
+    def hides_samples(self) -> bool:
+        """Whether the program goes through training data of which each sample is to be hidden."""
+        batches = self.program.batches
+        return hides_samples(self.config) and batches is not None and batches.split not in TRIED
+
     def of(self, clients: Sequence[ClientId]) -> Job:
         """The same for some of the clients."""
         return replace(self, clients=tuple(clients))
@@ -87,6 +97,9 @@ class Job:
         name = self._name(client)
         if batches and batches.name:
             name = (*name[:-1], batches.name)
+        if batches and self.hides_samples:
+            # who is drawn is part of what hides a sample
+            return drawn_one_by_one(rows, batches, secret_stream() if self.secret_noise else stream(*name, "batches"))
         return schedule(rows, batches, stream(*name, "batches"))
 
     def _name(self, client: ClientId) -> tuple[int | str, ...]:

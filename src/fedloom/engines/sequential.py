@@ -37,7 +37,8 @@ class Sequential(AbstractLocalEngine):
     def run_group(self, job: Job) -> Outcome:
         """As ``AbstractLocalEngine.run_group``."""
         kind = (job.program, job.spec)
-        traced = job.federation.device.type == "cpu"
+        # a trace would draw secret noise once and for all
+        traced = job.federation.device.type == "cpu" and not job.secret_noise
         steps = partial(self._single_steps.steps, kind, job.program.name) if traced else one_by_one
         replies, memories, seconds = {}, {}, {}
         for client in job.clients:
@@ -45,7 +46,8 @@ class Sequential(AbstractLocalEngine):
             replies[client], memories[client] = run_client(job, client, job.shared, job.mine[client], steps)
             seconds[client] = time.perf_counter() - start
         # a GPU is still at work when the host is done
-        return Outcome(PerClient.of(replies), PerClient.of(memories), seconds=seconds if traced else {})
+        known = job.federation.device.type == "cpu"
+        return Outcome(PerClient.of(replies), PerClient.of(memories), seconds=seconds if known else {})
 
 
 def one_by_one(step: Callable[..., Any], fixed: Any, carry: Any, batches: Iterable[Batch]) -> Any:
@@ -67,11 +69,11 @@ def run_client(job: Job, client: ClientId, shared: Tree, mine: Tree, steps: Step
     last: list[Batch] = []
 
     def batches() -> Iterator[Batch]:
-        for number, rows in enumerate(plan.rows):
+        for number, (rows, size) in enumerate(zip(plan.rows, plan.sizes)):
             index = torch.as_tensor(rows, device=device)
-            everything = torch.ones(len(rows), dtype=torch.bool, device=device)
+            real = torch.full((len(rows),), bool(size), device=device)
             x, y = data.x.index_select(0, index), data.y.index_select(0, index)
-            last[:] = [Batch(x, y, everything, numbers[number], epochs[number], keys[number])]
+            last[:] = [Batch(x, y, real, numbers[number], epochs[number], keys[number])]
             yield last[0]
 
     def step(fixed: Any, carry: Any, batch: Batch) -> Any:

@@ -95,7 +95,8 @@ class Vectorised(AbstractLocalEngine):
         kind = (program, job.spec)
         carry = self.replay(("init", kind), init, job.shared, facts, own, memory)
         after = None
-        if job.federation.device.type == "cuda":
+        # a recorded step takes one without samples for none at all
+        if job.federation.device.type == "cuda" and not job.hides_samples:
             after = self._recordings.run(job, plan, step, facts, carry, self.machine.own_kernels)
         carry = self._steps(job, plan, step, facts, carry) if after is None else after
         reply, kept = self.replay(("final", kind), final, job.shared, facts, carry, memory)
@@ -117,7 +118,7 @@ class Vectorised(AbstractLocalEngine):
         def stepped(fixed: tuple[Tree, Facts], carry: Any, batch: Batch) -> Any:
             return vmap(partial(step, fixed[0]))(fixed[1], carry, Batch(*batch))
 
-        if self._traces:
+        if self._traces and not job.secret_noise:  # which a trace would draw once and for all
             kind, fixed = (job.program, job.spec), (job.shared, facts)
             return self._traces.steps(kind, job.program.name, stepped, fixed, carry, batches)
         for batch in batches:
@@ -133,7 +134,7 @@ class Vectorised(AbstractLocalEngine):
         numbers = torch.arange(len(rows), device=device)[:, None].expand_as(epochs)
         keys = fold(facts[1], numbers)
         y = _gather(data.y, rows)
-        widths = plan.sizes.max(1, initial=0).tolist()
+        widths = plan.sizes.max(1, initial=1).tolist()
 
         def batches(start: int, stop: int, active: int) -> Iterator[Batch]:
             # taken apart at once: slicing step by step would take 20 µs of each

@@ -3,10 +3,14 @@
 
 Epsilon is worked out by Google's ``dp-accounting`` (the extra ``privacy``), from what was done:
 
-- clients drawn one by one (``poisson``): privacy loss distributions (PLD); neighbours are federations with and without
-  one client;
+- clients, or samples of one client, drawn one by one (``poisson``): privacy loss distributions (PLD); neighbours
+  are federations with and without one client, or data of a client with and without one sample, whose place is then
+  empty: how many it has is no secret;
 - a fixed number of clients drawn (``fixed``): Renyi DP of sampling without replacement (Wang, Balle, Kasiviswanathan
   2019); neighbours differ in one client's data, which counts twice, so that it costs much more.
+
+What hides samples is added up for each client by itself, and holds for the one that spent most. Noise without a bound
+that goes with it, such as Laplace noise on changes of any size, is written down and has no epsilon.
 
 A release that is drawn again from the same seed is the same release; from the operating system it is another one.
 """
@@ -21,6 +25,11 @@ from typing import Any, Literal, NamedTuple
 from fedloom.core.errors import NeedsError
 
 Sampling = Literal["poisson", "fixed"]
+Unit = Literal["client", "sample"]
+Mechanism = Literal["gaussian", "laplace"]
+
+DESCRIPTOR = "descriptor"
+"""What a newcomer says of its data, once for each admission."""
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Of Renyi DP. Whole ones: at others the library's sums fail to converge for little noise."""
@@ -29,39 +38,131 @@ COARSE = 500.0
 
 
 class Release(NamedTuple):
-    """A noised answer that was made public. As it is written down, a line each."""
+    """Noised answers that were made public. As they are written down, a line each."""
 
     round: int
     what: str
     """A round of training, say."""
     noise: float
-    """The deviation of the Gaussian noise, in units of the bound on one client's part."""
+    """The deviation of the Gaussian noise, in units of the bound on one part of a sum; of other noise, its scale."""
     sampling: Sampling
     clients: int
-    """That could have been drawn."""
+    """Clients, or samples, that could have been drawn."""
     size: float
     """How many were, or how many are on average."""
     draw: str = "seed"
     """Where the noise came from: the run's seed, or a name of its own for each secret draw."""
     times: int = 1
+    unit: Unit = "client"
+    """What is hidden."""
+    who: tuple[str, ...] = ()
+    """The clients whose samples these are."""
+    mechanism: Mechanism = "gaussian"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether noise is known to be large beside what it is to hide."""
+        return self.mechanism == "gaussian"
+
+    @property
+    def from_seed(self) -> bool:
+        """Whether the noise follows from the run's seed."""
+        return self.draw.startswith("seed")
 
 
 def releases_of(lines: Iterable[Mapping[str, Any]]) -> list[Release]:
     """The releases that were written down; a draw that was repeated bit for bit counts once."""
-    found = [Release(**{name: line[name] for name in Release._fields}) for line in lines]
-    return list(dict.fromkeys(found))
+    found = [Release(**{name: line[name] for name in Release._fields if name in line}) for line in lines]
+    return list(dict.fromkeys(one._replace(who=tuple(one.who)) for one in found))
+
+
+def hiding(releases: Iterable[Release], unit: Unit) -> list[Release]:
+    """Those that hide this, by noise that has a bound."""
+    return [one for one in releases if one.unit == unit and one.is_bounded]
 
 
 def epsilon(releases: Sequence[Release], delta: float) -> float:
     """The (epsilon, ``delta``) guarantee that holds for all of these releases together."""
+    unbounded = [one for one in releases if not one.is_bounded]
+    if unbounded:
+        raise NeedsError(
+            f"{unbounded[0].mechanism.capitalize()} noise of scale {unbounded[0].noise:g} is on answers that have no "
+            "bound, so that no epsilon can be named for it."
+        )
+    return _epsilon(_kinds(releases), delta)
+
+
+class Spent(NamedTuple):
+    """What a client spent of the privacy of each of its samples."""
+
+    client: str
+    epsilon: float
+
+
+def worst(releases: Sequence[Release], delta: float) -> Spent | None:
+    """The client whose samples have the weakest guarantee by these releases; None where they hide no samples."""
+    spent: dict[str, Counter[Release]] = {}
+    for one in hiding(releases, "sample"):
+        for client in one.who:
+            spent.setdefault(client, Counter())[_kind(one)] += one.times
+    found = {tuple(sorted(kinds.items())): client for client, kinds in reversed(spent.items())}
+    return max((Spent(found[kinds], _epsilon(kinds, delta)) for kinds in _weakest(list(found))),
+               key=lambda one: one.epsilon, default=None)  # fmt: skip
+
+
+def most_steps(like: Release, limit: float, delta: float) -> int:
+    """How many releases like this one keep epsilon within the limit: their number, up to a billion."""
+    low, high = 0, 1
+    while high < 10**9 and epsilon([like._replace(times=high)], delta) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if epsilon([like._replace(times=middle)], delta) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+Kinds = tuple[tuple[Release, int], ...]
+"""Releases that are alike, and how many."""
+
+
+def _kind(release: Release) -> Release:
+    return release._replace(round=0, what="", draw="", times=1, who=())
+
+
+def _kinds(releases: Iterable[Release]) -> Kinds:
     kinds: Counter[Release] = Counter()
     for one in releases:
-        kinds[one._replace(round=0, what="", draw="", times=1)] += one.times
-    return _epsilon(tuple(sorted(kinds.items())), delta)
+        kinds[_kind(one)] += one.times
+    return tuple(sorted(kinds.items()))
+
+
+def _weakest(found: Sequence[Kinds]) -> list[Kinds]:
+    """Those that no other is sure to be weaker than: as often at least, with no more noise, drawn as likely at least.
+
+    A federation has as many kinds as clients with other numbers of samples, and each takes time to account for.
+    """
+
+    def facts(kinds: Kinds) -> tuple[float, float, int] | None:
+        if len(kinds) != 1:
+            return None
+        ((one, times),) = kinds
+        return min(1.0, one.size / one.clients), -one.noise, times
+
+    def beaten(kinds: Kinds) -> bool:
+        own = facts(kinds)
+        others = (facts(other) for other in found if other is not kinds)
+        return own is not None and any(
+            other is not None and other != own and all(a <= b for a, b in zip(own, other)) for other in others
+        )
+
+    return [kinds for kinds in found if not beaten(kinds)]
 
 
 @cache
-def _epsilon(kinds: tuple[tuple[Release, int], ...], delta: float) -> float:
+def _epsilon(kinds: Kinds, delta: float) -> float:
     if not kinds:
         return 0.0
     dp = _library()

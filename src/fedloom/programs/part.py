@@ -17,7 +17,7 @@ from fedloom.core.training import (
     Training,
     begin,
     like_report,
-    mean_loss_on,
+    mean_loss_of,
     report,
     train_step,
 )
@@ -58,15 +58,13 @@ def _init(part: Part, home: Home, shared: Tree, mine: Tree, memory: Tree) -> Car
 
 
 def _step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
-    return carry._replace(
-        training=train_step(home, carry.training, batch, objective=with_frozen(home, batch, carry.frozen))
-    )
+    return carry._replace(training=train_step(home, carry.training, batch, objective=with_frozen(home, carry.frozen)))
 
 
-def with_frozen(home: Home, batch: Batch, frozen: Params) -> Objective:
+def with_frozen(home: Home, frozen: Params) -> Objective:
     """The mean loss as a function of the parameters that are not frozen."""
-    whole = mean_loss_on(home, batch)
-    return lambda params, buffers: whole({**frozen, **params}, buffers)
+    whole = mean_loss_of(home)
+    return lambda params, buffers, batch: whole({**frozen, **params}, buffers, batch)
 
 
 def _sent_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import NeedsError
-from fedloom.privacy.ledger import Release, epsilon, releases_of
+from fedloom.privacy.ledger import DESCRIPTOR, Release, Spent, epsilon, hiding, releases_of, worst
 
 
 class Kind(NamedTuple):
@@ -24,7 +24,9 @@ class Statement(NamedTuple):
     """The guarantee of a run."""
 
     epsilon: float | None
-    """For one client, of all that ``releases`` lists; None: there is no guarantee, or it cannot be worked out here."""
+    """For one client, of all that hides clients; None: there is no guarantee, or it cannot be worked out here."""
+    sample_epsilon: float | None
+    """For one sample, of the client whose samples it hides least; likewise."""
     delta: float
     releases: Sequence[Kind]
     covered: Sequence[str]
@@ -40,22 +42,30 @@ def statement(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], del
     """What holds for a run with this config and these releases."""
     releases = releases_of(lines)
     delta = delta or float(config.get("dp_delta", 1e-5))
-    found, covered, why_not = None, _descriptors(config), []
-    if releases:
-        try:
-            found = epsilon(releases, delta)
-            covered = [_of_clients(config, releases, found, delta), *covered]
-        except NeedsError as error:
-            why_not = [str(error)]
-    return Statement(found, delta, _kinds(releases), covered, [*_open(config, releases), *why_not])
+    found, covered, why_not = None, [], []
+    clients, samples, least = hiding(releases, "client"), hiding(releases, "sample"), None
+    trained = [one for one in samples if one.what != DESCRIPTOR]
+    try:
+        if clients:
+            found = epsilon(clients, delta)
+            covered.append(_of_clients(config, clients, found, delta))
+        if trained and (least := worst(trained, delta)):
+            covered.append(_of_samples(trained, least, delta))
+        described = [one for one in samples if one.what == DESCRIPTOR]
+        covered += _descriptors(config, described)
+    except NeedsError as error:
+        why_not = [str(error)]
+    return Statement(found, least.epsilon if least else None, delta, _listed(releases), covered,
+                     [*_open(config, releases), *why_not])  # fmt: skip
 
 
-def _kinds(releases: Sequence[Release]) -> list[Kind]:
+def _listed(releases: Sequence[Release]) -> list[Kind]:
     found: Counter[tuple[str, float, str]] = Counter()
     for one in releases:
-        share = f"{one.size:g} of {one.clients:,}"
+        share = f"{one.size:g} of {one.clients:,} {one.unit}s"
         each = " on average, each by itself" if one.sampling == "poisson" and one.size < one.clients else ""
-        found[one.what, one.noise, share + each] += one.times
+        what = one.what if one.is_bounded else f"{one.what}, without a bound"
+        found[what, one.noise, share + each] += one.times * (len(one.who) or 1)
     return [Kind(*kind, times) for kind, times in found.items()]
 
 
@@ -69,17 +79,33 @@ def _of_clients(config: Mapping[str, Any], releases: Sequence[Release], found: f
     )
 
 
+def _of_samples(releases: Sequence[Release], least: Spent, delta: float) -> str:
+    return (
+        f"What clients say in training, and the models: epsilon {least.epsilon:.3g} at delta {delta:g} for each sample "
+        f"of client {least.client}, whose samples are hidden least; for those of other clients no more. Whoever sees "
+        "all of it, the server too, can tell no better than that whether a training sample is what it is or its place "
+        "is empty. How many samples a client has is no secret."
+    )
+
+
 def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
     """What the guarantee for clients does not cover."""
-    if not config.get("dp_noise"):
-        found = ["Training was not differentially private: nothing bounds what the models tell of a client."]
-    else:
-        found = [
+    found = []
+    if config.get("sample_dp_noise"):
+        found += [
+            "Validation and test samples: their scores are exact, and so is the choice of the best round by them.",
+            "All samples of a client together: a client with many is hidden far less than one sample is "
+            "(--dp-noise hides clients).",
+        ]
+    elif not config.get("dp_noise"):
+        found += ["Training was not differentially private: nothing bounds what the models tell of a client."]
+    if config.get("dp_noise"):
+        found += [
             "The records of the run are exact: scores, losses, who was asked. So is the choice of the best round by "
             "them. Keep the run directory to yourself, or hand on its models alone (fedloom bundle).",
             "What clients keep for themselves, such as layers of their own, is in the checkpoints of a simulation.",
         ]
-    if any(one.draw == "seed" for one in releases):
+    if any(one.from_seed for one in releases):
         found.append(
             "This is a simulation, whose noise follows from its seed: it shows what a guarantee costs. Who knows the "
             "seed can take the noise away."
@@ -97,12 +123,19 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
     return found
 
 
-def _descriptors(config: Mapping[str, Any]) -> list[str]:
+def _descriptors(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
     """Of newcomers to IT-PFL-HN."""
     found = config.get("descriptor_epsilon")
     if not found:
         return []
-    return [
-        f"A newcomer's descriptor: epsilon {found:g} at delta {config['descriptor_delta']:g} for each of its samples, "
-        "for one admission; every further one adds as much."
+    delta = float(config["descriptor_delta"])
+    told = [
+        f"A newcomer's descriptor: epsilon {found:g} at delta {delta:g} for each of its samples, in whose place there "
+        "may be another one, for one admission; every further one adds as much."
     ]
+    if releases and (most := worst(releases, delta)) and most.epsilon > 1.001 * found:
+        told.append(
+            f"This run admitted newcomers more than once: epsilon {most.epsilon:.3g} for all descriptors of client "
+            f"{most.client}."
+        )
+    return told

@@ -170,11 +170,8 @@ class RunOptions:
                 "--dp-noise and --dp-clip go together: noise hides only what is bounded, and a bound alone hides "
                 "nothing. Give both."
             )
-        for name in ("dp_quantile", "max_epsilon"):
-            if getattr(self, name) and not self.dp_noise:
-                raise ConfigError(
-                    f"{flag(name)} is about --dp-noise, which is not given. Give --dp-noise and --dp-clip."
-                )
+        if self.dp_quantile and not self.dp_noise:
+            raise ConfigError("--dp-quantile is about --dp-noise, which is not given. Give --dp-noise and --dp-clip.")
         if self.sampling == "poisson" and not self.dp_noise:
             raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")
         if self.aggregate:

@@ -7,19 +7,44 @@ The file is never shortened: rounds that a killed run had made public count, tho
 from __future__ import annotations
 
 import secrets
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 
-from fedloom.core.errors import ConfigError, RunError
-from fedloom.privacy.ledger import Release, Sampling, epsilon, releases_of, rounds_within
+from fedloom.clients.batching import steps_of
+from fedloom.core.contract import Program
+from fedloom.core.errors import ConfigError, RoundError, RunError
+from fedloom.core.noised import hides_samples
+from fedloom.core.trees import ClientId
+from fedloom.engines.job import TRIED, Job
+from fedloom.looms.encoder import PRIVATELY
+from fedloom.privacy.gaussian import analytic_sigma
+from fedloom.privacy.ledger import (
+    DESCRIPTOR,
+    Release,
+    Sampling,
+    epsilon,
+    hiding,
+    most_steps,
+    releases_of,
+    rounds_within,
+)
+from fedloom.programs.allowed import programs_of
 from fedloom.runs.directory import PRIVACY, RunDirectory
 from fedloom.training.trainer import Trainer
 
 
 class Account:
-    """The releases of a run. Without ``--dp-noise`` or ``--adapt-noise`` there are none."""
+    """The releases of a run. Without an option that has noise in it there are none."""
 
     def __init__(self, trainer: Trainer, directory: RunDirectory) -> None:
         self.trainer, self.directory = trainer, directory
-        self.options = trainer.server.options
+        self.options, self.config = trainer.server.options, trainer.server.config
+        self._allowed: dict[Release, int] = {}
+        """Steps within ``--max-epsilon``, for clients whose steps are like these."""
+        self._steps: Counter[ClientId] = Counter()
+        """That clients have taken, each noised."""
         saved = directory.checkpoints()
         written, counted = len(directory.lines(PRIVACY)), directory.meta(saved[-1]).get("released", 0) if saved else 0
         if written < counted:
@@ -27,13 +52,23 @@ class Account:
                 f"{directory.path / PRIVACY} has {written} releases where round {saved[-1]} counted {counted}; without "
                 "them the run would promise too much. Restore the file."
             )
+        self._known = set(releases_of(directory.lines(PRIVACY)))
+        for one in hiding(self._known, "sample"):
+            self._steps.update(dict.fromkeys(one.who, one.times))
+        trainer.engine.before_ask = partial(_tell, weakref.ref(self))
 
     def last_round(self) -> int:
         """The round after which training ends: that of ``--rounds``, or the last one within ``--max-epsilon``."""
         options, now = self.options, self.trainer.server.round
         if not options.max_epsilon or now >= options.rounds:
             return options.rounds
-        done, coming = releases_of(self.directory.lines(PRIVACY)), self._of_round()
+        return min(self._last_for_clients(), self._last_for_samples())
+
+    def _last_for_clients(self) -> int:
+        options, now = self.options, self.trainer.server.round
+        if not options.dp_noise:
+            return options.rounds
+        done, coming = hiding(releases_of(self.directory.lines(PRIVACY)), "client"), self._of_round()
         more = rounds_within(done, coming, options.rounds - now, options.max_epsilon, options.dp_delta)
         if now + more == 0:
             first = epsilon([coming], options.dp_delta)
@@ -42,6 +77,101 @@ class Account:
                 f"{options.dp_delta:g}). Give a larger --dp-noise, or draw fewer clients a round."
             )
         return now + more
+
+    def _last_for_samples(self) -> int:
+        """The last round at which nobody who is drawn by then has spent more, evaluation and all."""
+        options, trainer, now = self.options, self.trainer, self.trainer.server.round
+        if not hides_samples(self.config):
+            return options.rounds
+        spent = Counter({client: self._steps[client] for client in trainer.present})
+        both = {client: self._coming(client) for client in trainer.present}
+        settling = Counter({client: tuning for client, (_, tuning) in both.items()})
+        for number in range(now + 1, options.rounds + 1):
+            spent.update({client: both[client][0] for client in trainer.cohort(number)})
+            after = spent + settling
+            if any(steps > self._most(client) for client, steps in after.items()):
+                if number == 1:
+                    raise ConfigError(
+                        f"--max-epsilon is {options.max_epsilon:g}, and one round would have more already (delta "
+                        f"{options.dp_delta:g}). Give a larger --sample-dp-noise, fewer --local-steps or a smaller "
+                        "--batch-size."
+                    )
+                return number - 1
+            spent = after if trainer.is_evaluated(number) else spent
+        return options.rounds
+
+    def _coming(self, client: ClientId) -> tuple[int, int]:
+        """The steps of a round that a participant is drawn for, and of an evaluation, if it is tuned for that."""
+        server = self.trainer.server
+        asked = programs_of(server.algorithm, self.config, server.setup.models[client], newcomer=False)
+        steps = {program: self._number(client, program) for program in asked}
+        if not server.algorithm.settle:
+            return sum(steps.values()), 0
+        tuning = sum(number for program, number in steps.items() if program.batches != self.config.batches())
+        return sum(steps.values()) - tuning, tuning
+
+    def _number(self, client: ClientId, program: Program) -> int:
+        """The steps of one ask, if it trains."""
+        batches, samples = program.batches, self.trainer.engine.samples_of(client)
+        return steps_of(samples or 1, batches) if batches and batches.split not in TRIED else 0
+
+    def _most(self, client: ClientId) -> int:
+        like = self._step(self.trainer.engine.samples_of(client))
+        if like not in self._allowed:
+            self._allowed[like] = most_steps(like, self.options.max_epsilon, self.options.dp_delta)
+        return self._allowed[like]
+
+    def _step(self, samples: int) -> Release:
+        """One step of a client with so many samples; 0: nobody knows, and each is taken to be in it."""
+        size = min(self.config.batch_size, samples) or 1
+        return Release(0, "", self.config.sample_dp_noise, "poisson", samples or 1, size, unit="sample")
+
+    def asked(self, job: Job) -> None:
+        """Clients are about to be asked, whatever for."""
+        stage = job.moment.stage
+        number = stage if isinstance(stage, int) else self.trainer.server.round
+        what = "training" if stage == number else str(stage).partition(" after ")[0]
+        about = Release(number, what, 0.0, "fixed", 0, 0, self._draw(job))
+        scale = getattr(self.config, "laplace_noise", 0.0)
+        if job.hides_samples:
+            self._hidden(job, about)
+        elif scale and job.program.batches and job.program.batches.split not in TRIED:
+            everybody = len(job.clients)
+            self._write(about._replace(noise=scale, clients=everybody, size=everybody, mechanism="laplace"))
+        elif job.program.name == PRIVATELY:
+            noise = analytic_sigma(self.config.descriptor_epsilon, self.config.descriptor_delta)
+            for samples, clients in self._by_samples(job.clients):
+                self._write(about._replace(what=DESCRIPTOR, noise=noise, sampling="poisson", clients=samples or 1,
+                                           size=samples or 1, unit="sample", who=clients))  # fmt: skip
+
+    def _hidden(self, job: Job, about: Release) -> None:
+        """Steps of local training, each noised, of some clients."""
+        found = []
+        for samples, clients in self._by_samples(job.clients):
+            steps = self._number(clients[0], job.program)
+            step = self._step(samples)
+            found.append(step._replace(round=about.round, what=about.what, draw=about.draw, times=steps, who=clients))
+        # a round that is done again from the seed makes nothing new public
+        new = [one for one in found if one.times and one not in self._known]
+        if self.options.max_epsilon:
+            for one in new:
+                for client in one.who:
+                    if self._steps[client] + one.times > self._most(client):
+                        raise RoundError(
+                            f"Client {client} would exceed --max-epsilon {self.options.max_epsilon:g} by "
+                            f"{job.program.name} ({one.what}, round {one.round}). It was not asked."
+                        )
+        for one in new:
+            self._write(one)
+            self._known.add(one)
+            self._steps.update(dict.fromkeys(one.who, one.times))
+
+    def _by_samples(self, clients: Iterable[ClientId]) -> list[tuple[int, tuple[ClientId, ...]]]:
+        """Clients with equally many samples, by that number."""
+        alike: dict[int, list[ClientId]] = {}
+        for client in clients:
+            alike.setdefault(self.trainer.engine.samples_of(client), []).append(client)
+        return [(number, tuple(some)) for number, some in alike.items()]
 
     def trained(self) -> None:
         """A round is done, and is about to be used."""
@@ -63,8 +193,17 @@ class Account:
         size = min(options.cohort, clients)
         return Release(self.trainer.server.round, "training", options.dp_noise, sampling, clients, size, self._draw())
 
-    def _draw(self) -> str:
-        return secrets.token_hex(8) if self.trainer.secret else "seed"
+    def _draw(self, job: Job | None = None) -> str:
+        if self.trainer.secret:
+            return secrets.token_hex(8)
+        return f"seed {job.moment.stage} {job.moment.ask}" if job else "seed"
 
     def _write(self, release: Release) -> None:
         self.directory.append_to(PRIVACY, release._asdict())
+
+
+def _tell(account: weakref.ref[Account], job: Job) -> None:
+    """The engine outlives the account, which holds on to it: else nobody would ever let go of a run."""
+    found = account()
+    if found is not None:
+        found.asked(job)

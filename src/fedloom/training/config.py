@@ -14,7 +14,8 @@ from fedloom.adaptation.prior import with_prior
 from fedloom.adaptation.tune import with_tuning
 from fedloom.core.config import build
 from fedloom.core.contract import Algorithm
-from fedloom.core.errors import unknown
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.noised import hides_samples
 from fedloom.privacy.client_level import ClientPrivacy, with_client_privacy
 from fedloom.robust.attacks import with_liars
 from fedloom.robust.servers import with_bounded_weights, with_rule
@@ -30,7 +31,22 @@ def parse_options(method: str, given: Mapping[str, Any]) -> tuple[RunOptions, An
         if name not in shared_names | own_names:
             raise unknown(f"option of {method}", name, shared_names | own_names)
     shared = build(RunOptions, {k: v for k, v in given.items() if k in shared_names})
-    return shared, build(config_type, {k: v for k, v in given.items() if k in own_names})
+    config: Any = build(config_type, {k: v for k, v in given.items() if k in own_names})
+    check_together(shared, config)
+    return shared, config
+
+
+def check_together(options: RunOptions, config: Any) -> None:
+    """Refuse options of a run and of its method that do not go together."""
+    if options.max_epsilon and not options.dp_noise and not hides_samples(config):
+        raise ConfigError(
+            "--max-epsilon is about --dp-noise or --sample-dp-noise, and neither is given. Give one, with its clip."
+        )
+    if options.adapt != "none" and hides_samples(config):
+        raise ConfigError(
+            "--adapt asks clients about all of their samples at once, and --sample-dp-noise does not hide them there. "
+            "Leave one out."
+        )
 
 
 def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.core.contract import Cohort, Diagnostics, Table
 from fedloom.core.errors import DivergedError
+from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId
 from fedloom.engines.engine import AbstractEngine, Stats
 from fedloom.engines.graphs import Reading
@@ -73,6 +74,8 @@ def run_round(
     since = time.perf_counter()
     size = float(server.options.cohort) if server.options.sampling == "poisson" else 0.0
     state, diagnostics = server.algorithm.round(setup, start.state, Cohort(number, cohort, size), session.ask)
+    if hides_samples(setup.config):  # of which losses are not told
+        diagnostics = {name: value for name, value in diagnostics.items() if name != "local_loss"}
     changed = dict(enumerate(_changed(start.state._asdict(), state._asdict())))
     finite = setup.replay("finite state", partial(_finite, setup.device), changed)
     if not trusting and not bool(finite):
