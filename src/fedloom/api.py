@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,8 @@ from fedloom.training.admission import Newcomer, admitted, unlabelled
 from fedloom.training.config import flat_config, parse_options
 from fedloom.training.loop import train
 from fedloom.training.machine import device_of
+from fedloom.training.rates import AUTO
+from fedloom.training.rates import found as found_rate
 from fedloom.training.server import Server, method_of
 from fedloom.training.simulation import Simulation, resolve, split
 
@@ -70,21 +72,28 @@ def run(
         model: A network's name or import path, or an ``nn.Module`` class.
         out: The run directory; without it, a new one under ``runs/``.
         progress: ``auto``, ``rich``, ``plain``, ``json`` or ``quiet``.
-        options: The other options of ``fedloom run``, with underscores, and the method's own.
+        options: The other options of ``fedloom run``, with underscores, and the method's own; ``local_lr="auto"`` finds
+            the rate by short trials.
 
     >>> run = fedloom.run("fedavg", dataset="digits", clients=4, rounds=2, progress="quiet")  # doctest: +SKIP
     """
-    shared, config = parse_options(method, as_options(dataset, model, options))
+    given = as_options(dataset, model, options)
+    automatic = given.get("local_lr") == AUTO
+    shared, config = parse_options(method, {n: v for n, v in given.items() if not (automatic and n == "local_lr")})
     arrays = None if isinstance(dataset, str | Path) else as_arrays(dataset, shared.roles)
     shown = display(progress) if isinstance(progress, str) else progress
     if shared.tracker and shared.tracker not in TRACKERS:
         raise unknown("tracker", shared.tracker, TRACKERS)
     path = Path(out) if out else new_path(method, asdict(shared))
     if shared.engine == "flower-sim":
+        if automatic:
+            raise ConfigError(f"--local-lr {AUTO} tries rates in this process; --engine flower-sim does not. Give one.")
         return _run_on_ray(method, shared, config, path, arrays, shown)
-    return begin(
-        method, shared, config, arrays or load_data(shared.dataset, shared.data_root, shared.roles), path, shown
-    )
+    arrays = arrays or load_data(shared.dataset, shared.data_root, shared.roles)
+    if not automatic:
+        return begin(method, shared, config, arrays, path, shown)
+    config, note = found_rate(method, shared, config, arrays)
+    return begin(method, shared, config, arrays, path, shown, notes=(note,))
 
 
 def as_options(dataset: Any, model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,9 +114,14 @@ def begin(
     path: Path,
     shown: Display,
     until: int | None = None,
+    notes: Sequence[str] = (),
 ) -> Run:
-    """Train in a new run directory to the end, or until a round after which it can be resumed."""
+    """Train in a new run directory to the end, or until a round after which it can be resumed.
+
+    ``notes`` are for the run's own.
+    """
     simulation = Simulation(method, shared, config, arrays)
+    simulation.notes = [*simulation.notes, *notes]
     server = simulation.server
     resolved = flat_config(method, server.options, config)
     # those that are kept, the best one, and the one that is being written

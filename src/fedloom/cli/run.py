@@ -191,9 +191,11 @@ def train(method: str, options: dict[str, Any], out: Path | None, seeds: int | N
     """Train with one seed or several, and print what came of it."""
     from fedloom import api
     from fedloom.training.config import parse_options
+    from fedloom.training.rates import AUTO
 
-    shared, own = parse_options(method, options)
-    resolved = {**asdict(shared), **asdict(own)}
+    automatic = {"local_lr": AUTO} if options.get("local_lr") == AUTO else {}
+    shared, own = parse_options(method, {name: value for name, value in options.items() if name not in automatic})
+    resolved = {**asdict(shared), **asdict(own), **automatic}
     done = []
     for seed in range(shared.seed, shared.seed + (seeds or 1)):
         resolved["seed"] = seed

@@ -36,7 +36,7 @@ class LocalConfig:
     local_epochs: int = option(0, "Passes over the client's data instead of a number of steps; 0: use steps.", low=0)
     batch_size: int = option(64, "Samples per step; the last batch of a pass has what is left.", low=1)
     optimiser: OptimiserName = option("sgd", "Local optimiser.")
-    local_lr: float = option(5e-3, "Local learning rate (pFedHN's code).", low=0)
+    local_lr: float = option(5e-3, "Local learning rate (pFedHN's code), or auto: by short trials.", low=0)
     momentum: float = option(0.9, "Local momentum, for sgd (pFedHN's code).", low=0, high=1)
     weight_decay: float = option(5e-5, "Local weight decay (pFedHN's code).", low=0)
     clip: float = option(50.0, "Largest norm of a local gradient; 0: no clipping (pFedHN's code).", low=0)
