@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fedloom.core.task import CLASSIFICATION, SEQUENCE
 from fedloom.core.tokens import UNLABELLED, Tokens
 from fedloom.core.trees import PerClient, Tree
 from fedloom.engines.auto import ENGINES
+from fedloom.engines.cluster import Cluster
 from fedloom.engines.engine import AbstractEngine, Session, Stats
 from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
@@ -200,3 +202,20 @@ def models_for(algorithm: Algorithm, *names: str) -> tuple[str, ...]:
 def federation() -> Federation:
     """Five ragged clients with one small dense model."""
     return small_federation()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Cluster]:
+    """Ray on this machine, started once: engines of the whole session share it. Its GPUs are a number only."""
+    cluster = Cluster.at(None, workers=2, gpus=2)
+    yield cluster
+    assert Cluster.at(None, 0, 0) is cluster
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of all engines: Ray takes seconds to start, and has fast tests of its own."""
+    for item in items:
+        if "ray" in getattr(item, "callspec", SimpleNamespace(params={})).params.values():
+            item.add_marker(pytest.mark.slow)
+            item.fixturenames.append("ray_cluster")

@@ -171,3 +171,12 @@ def test_peers(benchmark: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
 def test_every_benchmark_imports_what_there_is(name: str) -> None:
     assert loaded(name).main
+
+
+@pytest.mark.slow
+def test_actors(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients in Ray's processes: what they cost, and what happens when one of them dies."""
+    monkeypatch.setattr(benchmark, "CLIENTS", 10)
+    run_main(benchmark, monkeypatch, "--rounds", 2, "--steps", 200, "--kill")
+    out = capsys.readouterr().out
+    assert "the bits are the same: True" in out and ", 0 clients are dropped" in out

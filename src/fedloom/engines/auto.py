@@ -15,12 +15,13 @@ from fedloom.core.trees import Params, Tree, stack
 from fedloom.engines.engine import AbstractEngine
 from fedloom.engines.loopback import Loopback
 from fedloom.engines.parallel import AbstractParallel, Parallel, ParallelVectorised
+from fedloom.engines.ray import Ray
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import cores, possible
 
 ENGINES: Mapping[str, type[AbstractEngine]] = {
-    e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback)
+    e.name: e for e in (Sequential, Parallel, Vectorised, ParallelVectorised, Loopback, Ray)
 }
 
 HEAVY = 1 << 23

@@ -13,11 +13,15 @@ class Machine:
     """What an engine may use. No field changes what is computed but ``precision``."""
 
     workers: int = 0
-    """Processes of the parallel engines; 0: one per core."""
+    """Processes of the parallel engines and of ray; 0: one per core, or per GPU."""
     precision: str = "exact"
     """exact, or on a GPU tf32 or bf16."""
     own_kernels: bool = True
     """Whether compiled steps on a GPU may have convolutions by kernels of our own."""
+    ray_address: str | None = None
+    """Where Ray is, for the engine of that name; None: it is started on this machine."""
+    gpus: int = 0
+    """GPUs that it uses, where clients run on GPUs; 0: all."""
 
     def take_over(self, device: torch.device) -> None:
         """Have this process compute for a run: on its GPU and in its precision, which other runs set too."""

@@ -69,7 +69,7 @@ class AbstractParallel(AbstractLocalEngine):
 
     def run_group(self, job: Job) -> Outcome:
         """As ``AbstractLocalEngine.run_group``."""
-        parts = self._divided(job)
+        parts = self.divided(job)
         if len(parts) == 1:
             return self.inner.run_group(job)
         workers = self._ready(job)
@@ -85,7 +85,8 @@ class AbstractParallel(AbstractLocalEngine):
             {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()},
         )
 
-    def _divided(self, job: Job) -> list[Job]:
+    def divided(self, job: Job) -> list[Job]:
+        """The parts of a group."""
         clients = job.clients
         number = -(-len(clients) // self.part_size(job))
         if number > EVEN:
@@ -109,7 +110,7 @@ class AbstractParallel(AbstractLocalEngine):
             if not isinstance(result, Lost):
                 (members, dropped, seconds, notes), tree = result
                 self._take_notes(notes)
-                yield _received(members, tree, [Dropped(*fields) for fields in dropped], seconds)
+                yield received(members, tree, [Dropped(*fields) for fields in dropped], seconds)
             elif again:
                 lost += [part.of([client]) for client in part.clients]
             else:
@@ -156,7 +157,7 @@ class AbstractParallel(AbstractLocalEngine):
         )  # fmt: skip
         self.inner.notes.clear()
         outcomes = list(self.inner.attempt(job))
-        members, stacks = _sent(outcomes)
+        members, stacks = sent(outcomes)
         dropped = [tuple(one) for outcome in outcomes for one in outcome.dropped]
         seconds = {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()}
         return (members, dropped, seconds, self.inner.notes), stacks
@@ -202,7 +203,7 @@ class ParallelVectorised(AbstractParallel):
         return max(FEW, min(PART_BYTES // one, MANY, max(SEVERAL, -(-len(clients) // EVEN))))
 
 
-def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:
+def sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, ...]]], Tree]:
     """Outcomes as a worker sends them: who is in which stack, and the stacks."""
     kinds = {"replies": [o.replies for o in outcomes], "memories": [o.memories for o in outcomes]}
     groups = {kind: [group for per_client in found for group in per_client.groups] for kind, found in kinds.items()}
@@ -211,10 +212,10 @@ def _sent(outcomes: Sequence[Outcome]) -> tuple[dict[str, list[tuple[ClientId, .
     return members, stacks
 
 
-def _received(
+def received(
     members: dict[str, list[tuple[ClientId, ...]]], stacks: Tree, dropped: list[Dropped], seconds: dict[ClientId, float]
 ) -> Outcome:
-    """What ``_sent`` was given, as one outcome."""
+    """What ``sent`` was given, as one outcome."""
     found = {
         kind: PerClient((clients, stacks.get(kind, {}).get(str(i), {})) for i, clients in enumerate(groups))
         for kind, groups in members.items()

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fedloom.core.trees import Tree, flatten, unflatten
+from fedloom.core.trees import Tree
+from fedloom.engines import packed
+from fedloom.engines.packed import Place
 
 STILL_SECONDS = 60
 """A worker that uses no CPU time for so long is stuck."""
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
-_ALIGNMENT = 64
 
 Work = Callable[[Any, Tree], tuple[Any, Tree]]
 """(note, tree) -> (note, tree); notes are small and pickled, trees go through shared memory."""
@@ -249,9 +250,6 @@ def _ailment() -> str | None:
     return None
 
 
-_Place = tuple[str, torch.dtype, tuple[int, ...], int]
-
-
 class _Region:
     """Memory for trees that two processes map; it grows, and each tree overwrites the one before."""
 
@@ -260,34 +258,19 @@ class _Region:
         self._end = weakref.finalize(self, os.close, self._file)
         self._size, self._bytes = 0, torch.empty(0, dtype=torch.uint8)
 
-    def write(self, tree: Tree) -> list[_Place]:
+    def write(self, tree: Tree) -> list[Place]:
         """Put a tree there; where its leaves are."""
-        flat = flatten(tree)
-        places, offset = [], 0
-        for path, leaf in flat.items():
-            places.append((path, leaf.dtype, tuple(leaf.shape), offset))
-            offset += -(-leaf.numel() * leaf.element_size() // _ALIGNMENT) * _ALIGNMENT
-        if offset > self._size:
-            os.ftruncate(self._file, offset)
-        self._map(offset)
-        for (_, _, _, start), leaf in zip(places, flat.values()):
-            if leaf.numel():
-                self._at(start, leaf.dtype, tuple(leaf.shape)).copy_(leaf)
-        return places
+        where, size = packed.places(tree)
+        if size > self._size:
+            os.ftruncate(self._file, size)
+        self._map(size)
+        packed.put(tree, where, self._bytes)
+        return where
 
-    def read(self, places: Sequence[_Place]) -> dict[str, Any]:
+    def read(self, where: Sequence[Place]) -> dict[str, Any]:
         """A copy of the tree that was put there."""
-        self._map(max((start + dtype.itemsize * math.prod(shape) for _, dtype, shape, start in places), default=0))
-        return unflatten(
-            {
-                path: self._at(start, dtype, shape).clone() if math.prod(shape) else torch.empty(shape, dtype=dtype)
-                for path, dtype, shape, start in places
-            }
-        )
-
-    def _at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        stop = start + math.prod(shape) * dtype.itemsize
-        return self._bytes[start:stop].view(dtype).view(shape)
+        self._map(packed.end(where))
+        return packed.taken(where, self._bytes)
 
     def _map(self, size: int) -> None:
         if size > self._size:

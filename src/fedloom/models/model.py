@@ -75,6 +75,10 @@ class Model:
         self._cut = self._find_cut()
         self._channels_last = self._takes_channels_last()
 
+    def __reduce__(self) -> tuple[Callable[..., Model], tuple[Any, ...]]:
+        """For Ray's actors, which build the model that the spec names; each knows but one GPU."""
+        return _rebuilt, (self.spec, self.device.type, self.dtype, self.training_dtype)
+
     def init(self, seed: int) -> dict[str, Tensor]:
         module = _seeded_build(self.spec, seed)
         return {n: p.detach().to(self.device, self.dtype) for n, p in module.named_parameters() if n in self.shapes}
@@ -255,6 +259,10 @@ class Model:
             )
         called: set[str] = replaced.called
         return called
+
+
+def _rebuilt(spec: ModelSpec, device: str, dtype: torch.dtype, training_dtype: torch.dtype) -> Model:
+    return Model(spec, device, dtype, training_dtype=training_dtype)
 
 
 @cache  # building a network takes time, and methods ask for theirs in every round

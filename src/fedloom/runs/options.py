@@ -130,8 +130,8 @@ class RunOptions:
     )
     engine: str = option(
         "auto",
-        "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, or flower-sim: on "
-        "Ray, by Flower (see docs/how-to-deploy.md).",
+        "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, ray: on several machines or GPUs (see "
+        "docs/how-to-scale.md), or flower-sim: one message for each client, by Flower.",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     threads: int = option(
@@ -141,8 +141,17 @@ class RunOptions:
         high=1024,
     )
     workers: int = option(
-        0, "Processes of the parallel engines; results do not depend on it. 0: one per core.", low=0, high=1024
+        0,
+        "Processes of the parallel engines and, in all, of ray; results do not depend on it, but with ray on GPUs. 0: "
+        "one per core, or per GPU.",
+        low=0,
+        high=1024,
     )
+    ray_address: str | None = option(
+        None,
+        "With --engine ray: the cluster's address, or auto for the one on this machine; without it, one is started.",
+    )
+    gpus: int = option(0, "With --engine ray and --device cuda: GPUs that clients run on; 0: all.", low=0, high=4096)
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     precision: Literal["exact", "tf32", "bf16"] = option(
         "exact", "Arithmetic on a GPU: exact, or faster with 10 bits of mantissa, or with 7 in local training."
@@ -172,6 +181,11 @@ class RunOptions:
             )
         if self.dp_quantile and not self.dp_noise:
             raise ConfigError("--dp-quantile is about --dp-noise, which is not given. Give --dp-noise and --dp-clip.")
+        for name in ("ray_address", "gpus"):
+            if getattr(self, name) and self.engine != "ray":
+                raise ConfigError(
+                    f"{flag(name)} is about --engine ray; the engine is {self.engine}. Give --engine ray."
+                )
         if self.sampling == "poisson" and not self.dp_noise:
             raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")
         if self.aggregate:

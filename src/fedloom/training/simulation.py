@@ -26,6 +26,7 @@ from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import AbstractParallel
+from fedloom.engines.ray import Ray
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse, usual_network
@@ -138,7 +139,9 @@ class Simulation(Trainer):
         cohort = options.cohort_of(len(participants), algorithm.cohort)
         workers = options.workers or cores()
         name, reason = choose(options.engine, federation.device, federation.models.values(), cohort, workers)
-        machine = Machine(options.workers, options.precision, options.convolutions == "own")
+        machine = Machine(
+            options.workers, options.precision, options.convolutions == "own", options.ray_address, options.gpus
+        )
         engine = ENGINES[name](federation, algorithm, config, options.seed, machine)
         options = replace(
             options,
@@ -160,7 +163,7 @@ class Simulation(Trainer):
         super().__init__(server, engine, reason, looks_ahead=federation.device.type == "cuda")
         self.also_tried = (TRIGGERED,) if options.attack == BACKDOOR else ()
         light = num_bytes(server.state._asdict()) < HEAVY_SERVER
-        small = isinstance(engine, AbstractParallel) or not any(map(heavy, set(federation.models.values())))
+        small = isinstance(engine, AbstractParallel | Ray) or not any(map(heavy, set(federation.models.values())))
         if not given and light and small and federation.device.type == "cpu":
             THREADS.set(1)
             server.options = replace(options, threads=1)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients in Ray's actors: the bits are those of this process, and what dies is replaced and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedloom
+from conftest import Played, models_for, play, setup_of, small_federation
+from fedloom import algorithms
+from fedloom.core.contract import Algorithm, Cohort
+from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.core.trees import flatten
+from fedloom.engines import cluster as clusters
+from fedloom.engines import sweep
+from fedloom.engines.cluster import Actor, Cluster
+from fedloom.engines.job import Job
+from fedloom.engines.machine import Machine
+from fedloom.engines.memories import Memories
+from fedloom.engines.parallel import ParallelVectorised
+from fedloom.engines.ray import Host, Ray, cost
+from fedloom.engines.vectorised import Vectorised
+from fedloom.runs.options import RunOptions
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+FEDAVG = algorithms.get("fedavg")
+DENSE, CONVOLVED = ("mlp:hidden=5", "mlp:hidden=6"), ("lenet:kernels=2", "testnets:Normed", "testnets:Dropping")
+COHORTS = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]
+
+
+def everything(played: Played) -> dict[str, torch.Tensor]:
+    return flatten({"state": played.state._asdict(), "memory": dict(played.memory)})
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[path]) for path, value in one.items())
+
+
+@pytest.fixture
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part has two clients, so that small federations have several."""
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
+
+
+def check_bits(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, *actors: int) -> None:
+    """Those of the engine that ``auto`` chooses, whatever the number of actors."""
+    for models, engine in ((DENSE, "parallel_vectorised"), (CONVOLVED, "parallel")):
+        federation = small_federation(models_for(algorithm, *models), dtype=torch.float32)
+        expected = everything(play(algorithm, federation, engine, rounds=3, cohorts=COHORTS))
+        for number in actors:
+            with monkeypatch.context() as patch:
+                patch.setattr(Cluster, "number", lambda *_, number=number: number)
+                played = play(algorithm, federation, "ray", rounds=3, cohorts=COHORTS)
+            assert not played.stats.dropped
+            assert same(expected, everything(played))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn", "scaffold"])
+def test_the_bits_are_those_of_this_process(method: str, in_pairs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_bits(algorithms.get(method), monkeypatch, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", algorithms.names())
+def test_so_they_are_for_every_method_and_number_of_actors(
+    method: str, in_pairs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_bits(algorithms.get(method), monkeypatch, 1, 2)
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, client: str, times: int) -> list[int]:
+    """Kill the process that begins with a client, so often; those killed."""
+    original, killed = Ray._begin, []
+
+    def begin(self: Ray, actor: Actor, job: Job, shared: object) -> object:
+        answer = original(self, actor, job, shared)
+        if client in job.clients and len(killed) < times:
+            os.kill(actor.process, signal.SIGKILL)
+            killed.append(actor.process)
+        return answer
+
+    monkeypatch.setattr(Ray, "_begin", begin)
+    return killed
+
+
+def test_clients_of_a_process_that_dies_are_asked_again(in_pairs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small_federation()
+    straight = play(FEDAVG, federation, "parallel_vectorised", rounds=2)
+    killed = killed_at(monkeypatch, "3", 1)
+    played = play(FEDAVG, federation, "ray", rounds=2)
+    assert not played.stats.dropped
+    assert played.engine.notes == [f"process {killed[0]} of Ray's ended; its clients were asked again"]
+    for name, value in straight.state.params.items():
+        torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_client_whose_process_dies_twice_is_dropped_by_name(
+    in_pairs: None, monkeypatch: pytest.MonkeyPatch, ray_cluster: Cluster
+) -> None:
+    federation = small_federation()
+    killed = killed_at(monkeypatch, "3", 2)
+    played = play(FEDAVG, federation, "ray", rounds=1)
+    (dropped,) = played.stats.dropped
+    assert dropped.client == "3" and re.match(f"its process {killed[1]} ended: The actor died", dropped.reason)
+    without = play(FEDAVG, federation, "sequential", rounds=1, cohorts=[["0", "1", "2", "4"]])
+    for name, value in without.state.params.items():
+        torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
+    assert not set(killed) & {actor.process for actor in ray_cluster.crew(Host, "cpu", 2, 0.0)}
+
+
+@pytest.mark.slow
+def test_an_error_or_an_interrupt_ends_what_actors_are_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small_federation()
+    played = play(FEDAVG, federation, "ray", rounds=1)
+    before = {actor.process for actor in played.engine.actors()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Ray, "_result", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        FEDAVG.round(played.setup, played.state, Cohort(2, played.setup.clients), played.session(2).ask)
+    deadline = time.monotonic() + 20
+    while before & {int(path.name) for path in Path("/proc").glob("[0-9]*")} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not before & {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+    session = played.session(2)
+    FEDAVG.round(played.setup, played.state, Cohort(2, played.setup.clients), session.ask)
+    assert not session.stats.dropped
+
+
+@pytest.mark.slow
+def test_on_gpus_large_groups_come_first_and_an_architecture_stays_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two GPUs that are numbers only: two architectures of which one has most of the work."""
+    federation = small_federation(("mlp:hidden=40", "mlp:hidden=5"), sizes=(9, 4, 13, 7, 5, 6))
+    engine = Ray(federation, FEDAVG, FEDAVG.config(local_epochs=1, batch_size=4), 0)
+    engine._local, engine._inner, engine._gpus = Vectorised(federation, FEDAVG, engine.config, 0), Vectorised.name, 1.0
+    began: list[tuple[int, str, int]] = []
+    original = Ray._begin
+
+    def begin(self: Ray, actor: Actor, job: Job, shared: object) -> object:
+        began.append((actor.process, str(job.spec), cost(job)))
+        return original(self, actor, job, shared)
+
+    monkeypatch.setattr(Ray, "_begin", begin)
+    pfedhn = algorithms.get("pfedhn")
+    engine.algorithm, setup = pfedhn, setup_of(federation, pfedhn.config(local_steps=2))
+    engine.config, memory = setup.config, Memories()
+    state = pfedhn.init(setup)
+    for number in (1, 2):
+        session = engine.session(number, memory)
+        state, _ = pfedhn.round(setup, state, Cohort(number, setup.clients), session.ask)
+        memory = session.memory
+        assert not session.stats.dropped
+    first, second = began[: len(began) // 2], began[len(began) // 2 :]
+    assert [spec for _, spec, _ in first] == ["mlp:hidden=40"] * 2 + ["mlp:hidden=5"]
+    assert [work for *_, work in first] == sorted((work for *_, work in first), reverse=True)
+    assert {process for process, *_ in first} == {actor.process for actor in engine.actors()}
+    assert {(process, spec) for process, spec, _ in second if spec != "mlp:hidden=5"} <= {
+        (process, spec) for process, spec, _ in first
+    }
+
+
+def test_a_method_of_a_folder_and_a_network_of_the_users_go_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(algorithms.VARIABLE, str(tmp_path))
+    source = (Path(algorithms.__path__[0]) / "fedprox.py").read_text()
+    (tmp_path / "mine_on_ray.py").write_text(source)
+    mine, federation = algorithms.get("mine_on_ray"), small_federation(("testnets:DenseNormed",))
+    expected = everything(play(mine, federation, "parallel_vectorised"))
+    played = play(mine, federation, "ray")
+    assert not played.stats.dropped and same(expected, everything(played))
+
+
+def test_ray_listens_to_this_machine_only(ray_cluster: Cluster) -> None:
+    ray_cluster.crew(Host, "cpu", 2, 0.0)
+    folder = Path(ray_cluster.ray._private.worker._global_node.get_session_dir_path()).parents[1]
+    assert folder.stat().st_mode & 0o077 == 0
+    sockets = {
+        str(file.readlink())
+        for process in sweep.users(str(folder))
+        for file in Path(f"/proc/{process}/fd").iterdir()
+        if file.exists() or file.is_symlink()
+    }
+    listening = [
+        row.split()[1].rpartition(":")[0]
+        for table in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if row.split()[3] == "0A" and f"socket:[{row.split()[9]}]" in sockets
+    ]
+    assert len(listening) > 3 and set(listening) <= {
+        "0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"
+    }  # fmt: skip
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0" and os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_what_cannot_be_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ray_address", "auto"), ("gpus", 2)):
+        with pytest.raises(ConfigError, match="is about --engine ray; the engine is auto"):
+            RunOptions(**{name: value})
+    federation = small_federation()
+    with pytest.raises(ConfigError, match="--gpus is 2, and clients run on the CPU"):
+        Ray(federation, FEDAVG, FEDAVG.config(), 0, Machine(gpus=2))
+    with pytest.raises(ConfigError, match=r"connected to Ray at local and cannot be at 10\.0\.0\.1:6379 too"):
+        Ray(federation, FEDAVG, FEDAVG.config(), 0, Machine(ray_address="10.0.0.1:6379"))
+    with pytest.raises(NeedsError, match="takes 2 gradients of each batch"):  # as on every engine
+        play(algorithms.get("ditto"), federation, "ray", rounds=1, clip=0.0, sample_dp_clip=1.0, sample_dp_noise=1.0)
+    joined = object.__new__(Cluster)
+    for address in ("local", "ray://10.0.0.1:10001", ":6379", "10.0.0.1:ray"):
+        with pytest.raises(ConfigError, match=f"--ray-address is {address}; give HOST:PORT, or auto"):
+            joined._join(address)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(NeedsError, match=f"There is no Ray for us at 127.0.0.1:{port}: .* Start it with `ray start`"):
+        joined._join(f"127.0.0.1:{port}")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(NeedsError, match=r"--engine ray needs Ray, which is not installed .* pip install"):
+        clusters._ray(True)
+
+
+def test_a_run_on_ray_is_that_of_this_process(tmp_path: Path) -> None:
+    given = {"dataset": "digits", "clients": 4, "cohort": 3, "rounds": 2, "local_steps": 3, "model": "mlp:hidden=8"}
+    one, other = (
+        fedloom.run("pfedhn", **given, engine=engine, out=tmp_path / engine, progress="quiet")
+        for engine in ("ray", "auto")
+    )
+    assert one.summary["engine"] == "ray" and one.summary["last"] == other.summary["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended(end: signal.Signals, tmp_path: Path) -> None:
+    words = f"run fedavg --engine ray --dataset digits --clients 4 --rounds 100000 --cohort 4 --out {tmp_path / 'run'}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", *words.split(), "--eval-every", "1000"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    records = tmp_path / "run" / "metrics.jsonl"
+    while not (records.exists() and records.stat().st_size) and process.poll() is None:
+        time.sleep(0.1)
+    folders = {path for path in Path("/tmp").glob("fedloom-*") if path.is_dir() and any(sweep.users(str(path)))}
+    (folder,) = {f for f in folders if process.pid in sweep.users(str(f))}
+    assert len(list(sweep.users(str(folder)))) > 4
+    process.send_signal(end)
+    assert process.wait(60) == (130 if end is signal.SIGINT else -end)
+    deadline = time.monotonic() + 20
+    while (folder.exists() or any(sweep.users(str(folder)))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not folder.exists() and not list(sweep.users(str(folder)))
