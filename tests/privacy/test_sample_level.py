@@ -29,7 +29,7 @@ from fedloom.engines.sequential import Sequential
 from fedloom.programs.local import local_training
 from tiny import HAND, lines
 
-LOCAL = [name for name in ENGINES if name != "flower-sim"]
+LOCAL = [name for name in ENGINES if name != "ray"]
 HIDDEN = {"sample_dp_noise": 1.0, "sample_dp_clip": 0.5}
 
 
@@ -130,7 +130,7 @@ def test_one_sample_moves_a_sum_by_the_bound_at_most() -> None:
     check_bound()
 
 
-@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_noise_is_what_is_said_on_every_engine(engine: str) -> None:
     check_noise(engine)
 
