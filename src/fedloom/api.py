@@ -457,9 +457,13 @@ class Admission:
         return self.server.algorithm.module(self.newcomer.home, self.parameters)
 
     def predict(self, x: np.ndarray | Tensor) -> Tensor:
-        """Outputs for samples prepared as the federation's are."""
+        """Outputs for samples such as the newcomer was admitted with."""
+        return self.outputs(_samples(self.server, x))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs for samples that are prepared already, as the target network takes them."""
         with torch.no_grad():
-            return self.server.algorithm.predict(self.newcomer.home, self.parameters, _samples(self.server, x))
+            return self.server.algorithm.predict(self.newcomer.home, self.parameters, x)
 
     def classify(self, x: np.ndarray | Tensor) -> list[str] | list[list[str]]:
         """Predictions by name: the class of each sample, or the labels that hold."""

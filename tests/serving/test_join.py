@@ -17,8 +17,10 @@ import torch
 import fedloom
 from fedloom.core.errors import ConfigError, DataError, FedloomError, NeedsError, RunError
 from fedloom.core.trees import flatten
+from fedloom.data.registry import load as load_data
 from fedloom.models.load import load_model
 from fedloom.runs.checkpoint import digest
+from fedloom.serving.bundle import make_bundle
 from fedloom.serving.join import Service, versions
 from fedloom.serving.remote import Access
 from fedloom.serving.tensors import read_tensors, write_tensors
@@ -67,6 +69,28 @@ def test_a_join_is_an_admission(made, serve, newcomer, tmp_path, method, options
     assert ("Sent: nothing" in joined.sent) == (way == "home")
     sent = sum(one.sent for one in joined.exchanges)
     assert (sent == 0) == (way == "home") and joined.bytes[0] == sent
+
+
+@pytest.mark.parametrize("kind", ["bytes", "table"])
+def test_who_joins_gives_raw_samples_where_the_run_prepares_them(serve, tmp_path, kind) -> None:
+    arrays = load_data("digits")
+    if kind == "bytes":
+        data: Any = np.round(255 * arrays.x).astype(np.uint8), arrays.y
+        x, wrong, options = data[0][:20], arrays.x[:20], {"clients": 4}
+    else:
+        columns = {"age": arrays.x[:200, 0, 2, 2], "tall": arrays.y[:200] % 3, "ill": arrays.y[:200] > 4}
+        lines = ["age,tall,ill", *(f"{age},{'abc'[tall]},{ill}" for age, tall, ill in zip(*columns.values()))]
+        data, wrong, options = tmp_path / "data.csv", np.zeros((5, 4), np.float32), {"clients": 4, "target": "ill"}
+        data.write_text("\n".join(lines))
+        x = {"tall": np.array(["a", "b", ""]), "age": np.array(["0.1", "", "0.9"])}
+    run = fedloom.run("fedavg", dataset=data, out=tmp_path / "run", model="mlp:hidden=8", rounds=1, local_steps=2,
+                      progress="quiet", **options)  # fmt: skip
+    at = serve(make_bundle(run, tmp_path / "bundle"))
+    joined = fedloom.join(at.url, x, cache=tmp_path / "cache")
+    assert equal(joined.parameters, run.admit(x).parameters)
+    assert torch.equal(joined.predict(x), run.admit(x).predict(x))
+    with pytest.raises(DataError, match="Got samples of type float32"):
+        fedloom.join(at.url, wrong, cache=tmp_path / "cache")
 
 
 def test_some_labels_are_counted(made, serve, newcomer, tmp_path) -> None:

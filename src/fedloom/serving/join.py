@@ -189,7 +189,7 @@ class Service:
             with usable(self.remote.url):
                 newcomer = admitted(server, samples, labels, model, name=str(self.card["newcomer"]))
                 joined = Joined(server, newcomer, self, chosen, self.remote.exchanges)
-                _ = joined.report, joined.predict(samples[:1])  # a part that does not fit is found here
+                _ = joined.report, joined.outputs(samples[:1])  # a part that does not fit is found here
         return joined
 
     def moved(self) -> dict[Way, int]:
