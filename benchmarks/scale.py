@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of a round and the memory of a run against the number of registered clients: pFedHN, cohorts of 50.
 
-    python benchmarks/scale.py [--clients 100 10000 1000000] [--rounds 12] [--device cpu]
+    python benchmarks/scale.py [--clients 100 10000 1000000] [--rounds 12] [--device cpu] [--engine ray]
 
 Every size has a process of its own, so that its memory is its own; the data are random, two samples a client. The CPU
 time is the server's, without that of the processes that train: other work on the machine takes little part in it.
@@ -36,7 +36,7 @@ class Stamp(Quiet):
         self.stamps.append(time.process_time())
 
 
-def one(clients: int, rounds: int, device: str) -> None:
+def one(clients: int, rounds: int, device: str, engine: str = "auto") -> None:
     """Train, and print a line."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2 * clients, 16), dtype=np.float32)
@@ -47,7 +47,7 @@ def one(clients: int, rounds: int, device: str) -> None:
         run = fedloom.run(
             "pfedhn", dataset=(x, y), model="mlp:hidden=64", clients=clients, partition="iid", embed_dim=32, cohort=50,
             rounds=rounds, local_steps=20, batch_size=32, eval_every=rounds, eval_clients=50, val_share=0.0,
-            test_share=0.0, device=device, threads=1, out=Path(folder) / "run", progress=stamp,
+            test_share=0.0, device=device, engine=engine, threads=1, out=Path(folder) / "run", progress=stamp,
         )  # fmt: skip
         total = time.perf_counter() - start
         records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
@@ -64,10 +64,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 10_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--engine", default="auto")
     options = parser.parse_args()
     for clients in options.clients:
         process = multiprocessing.get_context("spawn").Process(
-            target=one, args=(clients, options.rounds, options.device)
+            target=one, args=(clients, options.rounds, options.device, options.engine)
         )
         process.start()
         process.join()

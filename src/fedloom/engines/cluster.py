@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
-from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.core.errors import ConfigError, NeedsError, RoundError
 from fedloom.engines import sweep
 
 READY_SECONDS = 120
@@ -107,10 +107,10 @@ class Cluster:
         handle = self._begin(work, device, gpus)
         try:
             crew.insert(at, self._greeted(handle))
-        except NeedsError:
+        except NeedsError as error:
             self.ray.kill(handle)
             if not crew:
-                raise
+                raise RoundError(f"{error} The last checkpoint is intact: the run can be resumed.") from error
             return False
         return True
 
