@@ -284,6 +284,8 @@ def test_the_page_of_a_method_says_where_evaluations_are_described(name: str) ->
         (DOCS / "how-to-deploy.md").read_text().partition("## What an evaluation tells\n")[2].partition("\n## ")[0]
     )
     assert all(word in section for word in ("losses", "metric", "number of samples"))
+    head = inspect.getdoc(inspect.getmodule(algorithms.get(name).round)) or ""
+    assert "valuations" in head.partition("Sent up:")[2].partition("Kept by the client:")[0]
 
 
 def test_no_option_of_a_method_hides_one_of_the_run(algorithm: Algorithm) -> None:

@@ -11,6 +11,7 @@ Symbols: w: ``params``, v_i: ``memory["personal"]``, alpha_i: ``memory["alpha"]`
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its own model, its running statistics (those of the mix) and the weight; the running statistics of
     the global model, unless they are averaged.
 Kept by the server: the global parameters.

@@ -12,6 +12,7 @@ Symbols: w: ``params``, v_k: ``memory["personal"]``, lambda: ``pull``, eta: ``pe
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its personal model with running statistics of its own; the global one's, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg for the global model, with any lambda; Local for the personal ones at lambda = 0.

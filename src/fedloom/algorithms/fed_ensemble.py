@@ -12,6 +12,7 @@ Symbols: K: ``ensemble_size``, w_k: a row of ``params``.
 
 Sent down: in a round the parameters and running statistics of one model; for use, those of all.
 Sent up: the change of the parameters, the running statistics, the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: nothing.
 Kept by the server: all models with their running statistics.
 Reduces to: FedAvg with ``batchnorm=averaged`` at K = 1.

@@ -13,6 +13,7 @@ Symbols: z: the features of the client's body, u: those of the adapter, h: the c
 
 Sent down: the adapter's parameters.
 Sent up: the change of the adapter's parameters, the number of samples, the loss of the client's own model in training.
+    Evaluations as in FedAvg.
 Kept by the client: its model and its running statistics.
 Kept by the server: the adapter.
 Reduces to: Local (with a fresh optimiser every round) at ``mutual_weight=0`` and ``adapter_weight=0``.

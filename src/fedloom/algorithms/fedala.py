@@ -12,7 +12,7 @@ Symbols: Theta_i: ``memory["personal"]``, W_i: ``memory["weights"]``, eta: ``wei
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters from the global ones (and the running statistics), the number of samples, the
-    training loss.
+    training loss. Evaluations as in FedAvg.
 Kept by the client: its model as it last trained it, and the weights; its running statistics, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg, scored with the clients' own models, if the weights stay at 1 (``weight_lr=0``).

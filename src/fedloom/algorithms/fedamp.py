@@ -11,7 +11,7 @@ its own model on its loss plus (lambda / (2 alpha)) ||w - u_i||^2.
 Symbols: w_i: a row of ``models`` and ``memory["model"]``, alpha: ``server_lr``, sigma: ``likeness``, lambda: ``pull``.
 
 Sent down: the client's cloud model; for use, nothing.
-Sent up: the client's parameters, the number of samples, the training loss.
+Sent up: the client's parameters, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its model and its running statistics.
 Kept by the server: the last models of all clients.
 Reduces to: Local, from one start, with ``pull=0``, which is what PFLlib's FedAMP does: its pull has no gradient.

@@ -8,7 +8,7 @@ some steps and keeps the result. Training always goes on from the global model, 
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``), to train and to tune.
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss; after
-    tuning, the number of samples and the loss only.
+    tuning, the number of samples and the loss only. Evaluations as in FedAvg.
 Kept by the client: the tuned model with its running statistics; as in FedAvg, the running statistics of the global one.
 Kept by the server: the global parameters.
 Reduces to: FedAvg without tuning (``tune_steps=0``).

@@ -11,6 +11,7 @@ Symbols: beta: ``server_momentum``, u: ``optimiser``.
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters and the velocity.
 Reduces to: FedAvg without momentum (``server_momentum=0``) at a server's rate of 1.

@@ -9,7 +9,7 @@ and head, for some passes over its data and keeps the result; rounds never read 
 
 Sent down: the body's parameters, to train and to tune.
 Sent up: the change of the body, the number of samples, the training loss; after tuning, the number of samples and the
-    loss only.
+    loss only. Evaluations as in FedAvg.
 Kept by the client: the random head, the tuned model, the running statistics of both.
 Kept by the server: the body.
 Reduces to: FedAvg-FT if the head is empty.

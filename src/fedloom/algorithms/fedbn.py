@@ -10,7 +10,7 @@ when a state settles, and finds its running statistics on its own samples.
 
 Sent down: the parameters outside of normalisation layers; in settling, the mean of those inside as it was.
 Sent up: the change of the parameters that were sent, the number of samples, the training loss; in settling, the
-    parameters of the normalisation layers and the number of samples.
+    parameters of the normalisation layers and the number of samples. Evaluations as in FedAvg.
 Kept by the client: its normalisation layers: parameters and running statistics.
 Kept by the server: the other parameters; for newcomers, the mean of those of the normalisation layers.
 Reduces to: FedAvg for a model without normalisation layers.

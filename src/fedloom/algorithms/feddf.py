@@ -11,6 +11,7 @@ Symbols: x: ``Setup.server_data``, the student of an architecture: ``params[arch
 
 Sent down: the global parameters and running statistics of the client's architecture.
 Sent up: the change of the parameters, the running statistics, the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: nothing that counts; it begins with the running statistics that it is sent.
 Kept by the server: the global parameters and running statistics of each architecture.
 Reduces to: FedAvg with averaged running statistics, at ``server_steps=0`` and with one architecture.

@@ -12,6 +12,7 @@ Symbols: theta: ``params``, grad L_i: ``memory["gradient"]``, -h / alpha: ``drif
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its gradient g_i; its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters and the sum of all changes over the number of clients.
 Reduces to: FedProx with mu = alpha for the clients of the first round, when all memories are zero.

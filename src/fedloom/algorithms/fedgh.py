@@ -11,7 +11,7 @@ Symbols: h: ``head``, b_i: ``memory["own"]``, c_iy: ``class_means``' reply.
 
 Sent down: the parameters of the head.
 Sent up: the number of samples and the training loss; then the client's class means, its prototypes, and its counts of
-    each class.
+    each class. Evaluations as in FedAvg.
 Kept by the client: its body and its running statistics.
 Kept by the server: the head.
 Reduces to: local training under a head that stays as it is, at ``server_lr=0``.

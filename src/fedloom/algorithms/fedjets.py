@@ -18,7 +18,7 @@ Sent down: in the first rounds the parameters of the common expert; then the com
     the parameters of the client's K experts, which they are, and which is its own. At the start of the second stage,
     how many classes there are. To use: common expert, gate and all experts.
 Sent up: the change of what was sent to be trained, the number of samples, the training loss; the shares of the experts
-    by the gate; at the start of the second stage, the shares of its labels.
+    by the gate; at the start of the second stage, the shares of its labels. Evaluations as in FedAvg.
 Kept by the client: nothing that counts; its model's constants.
 Kept by the server: common expert, gate and experts, and whose expert each is.
 Reduces to: FedAvg with one expert and no anchors.

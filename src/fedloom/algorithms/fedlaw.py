@@ -12,6 +12,7 @@ Symbols: lambda = softmax(u): the clients' weights, gamma = exp(v): the factor, 
 
 Sent down: the global parameters and running statistics.
 Sent up: the change of the parameters, the running statistics, the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: nothing that counts; it begins with the running statistics that it is sent.
 Kept by the server: the global parameters and running statistics.
 Reduces to: FedAvg with averaged running statistics, at ``server_epochs=0``.

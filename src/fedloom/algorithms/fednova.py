@@ -12,7 +12,7 @@ Symbols: ||a_i||_1: ``effective_steps``, d_i: ``delta``, p_i: the share of the s
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters per effective step (and the running statistics), the number of steps that counts,
-    the number of samples, the training loss.
+    the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg if all clients take as many steps, as with ``local_steps``.

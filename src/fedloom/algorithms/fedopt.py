@@ -11,6 +11,7 @@ Symbols: Delta_t: the mean change, m_t and v_t: ``optimiser``, eta: ``server_lr`
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters, a mean of the changes and one of their squares.
 Reduces to: FedAvg for a large tau with FedAdagrad, ``beta1=0`` and a server's rate of twice tau.

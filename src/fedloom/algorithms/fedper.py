@@ -6,7 +6,7 @@ Arivazhagan, Aggarwal, Singh, Choudhary: Federated learning with personalization
 Clients train the whole network; the server averages the body, and the output layer never leaves the client.
 
 Sent down: the body's parameters.
-Sent up: the change of the body, the number of samples, the training loss.
+Sent up: the change of the body, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its head and its model's running statistics.
 Kept by the server: the body.
 Reduces to: FedAvg if the head is empty.

@@ -13,6 +13,7 @@ Symbols: z: features, P: ``prototypes``, c_iy: ``class_means``' reply, lambda: `
 
 Sent down: the prototypes of the classes, and which of them are known.
 Sent up: the number of samples and the training loss; then the client's own prototypes and its counts of each class.
+    Evaluations as in FedAvg.
 Kept by the client: its model and its running statistics.
 Kept by the server: the prototypes, and which classes are known.
 Reduces to: Local (with a fresh optimiser every round) at lambda = 0, as far as training goes.

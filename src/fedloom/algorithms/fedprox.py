@@ -8,6 +8,7 @@ Each client minimises its loss plus (mu / 2) ||w - w_global||^2; all else is Fed
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg at mu = 0.

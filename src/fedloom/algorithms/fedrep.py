@@ -11,7 +11,7 @@ Symbols: phi: ``body``, h_i: ``memory["own"]``; the head's tau steps are ``head_
 ``local_steps`` or ``local_epochs``.
 
 Sent down: the body's parameters.
-Sent up: the change of the body, the number of samples, the training loss.
+Sent up: the change of the body, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its head and its model's running statistics.
 Kept by the server: the body.
 Reduces to: FedAvg if the head is empty and gets no steps.

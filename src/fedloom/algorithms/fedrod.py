@@ -13,6 +13,7 @@ Symbols: h_G: the model's head, h_i: ``personal``, n_iy: ``label_counts``, gamma
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``); once, how many classes there are.
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its own head, its counts of labels, its model's running statistics unless they are averaged.
 Kept by the server: the global parameters, and which clients have counted their labels.
 Reduces to: FedAvg, as far as the common model goes, where a client has as many samples of every class, or at gamma = 0.

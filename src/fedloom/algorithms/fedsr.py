@@ -12,6 +12,7 @@ Symbols: mu, sigma: ``gaussian``, z: the representation, r_mu, r_sigma, c: ``pri
 
 Sent down: the global parameters, the additional layer among them (and running statistics with ``batchnorm=averaged``).
 Sent up: their change (and the running statistics), the number of samples, the training loss without the penalties.
+    Evaluations as in FedAvg.
 Kept by the client: the class priors, its optimiser's state, and running statistics that are not averaged.
 Kept by the server: the global parameters and running statistics.
 Reduces to: FedAvg with equal weights on a network with one dense layer more, if both penalties weigh 0 and sigma is 0.

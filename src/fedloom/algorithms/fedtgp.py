@@ -13,6 +13,7 @@ Symbols: T: ``net`` and ``embeddings``, P: ``prototypes``, S: ``server_epochs``,
 
 Sent down: the prototypes of the classes, and whether they are trained yet.
 Sent up: the number of samples and the training loss; then the client's own prototypes and its counts of each class.
+    Evaluations as in FedAvg.
 Kept by the client: its model and its running statistics.
 Kept by the server: the network T and the classes' embeddings; the prototypes that it gives.
 Reduces to: Local (with a fresh optimiser every round) at lambda = 0, as far as training goes.

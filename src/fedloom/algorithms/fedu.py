@@ -11,7 +11,7 @@ a_kl ||w_k - w_l||^2.
 Symbols: w_k: a row of ``models``, a_kl: the matrix in the file ``graph``, mu R eta: ``coupling``.
 
 Sent down: the client's own parameters.
-Sent up: the change of the parameters, the number of samples, the training loss.
+Sent up: the change of the parameters, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: the models of all clients.
 Reduces to: Local, from one start, with ``coupling=0``; FedAvg with equal weights in a complete graph, if all clients

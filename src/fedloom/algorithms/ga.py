@@ -13,7 +13,7 @@ Symbols: a_i: ``weights``, G_i: the gap, d: ``weight_step``, R: ``rounds``.
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``), before the server's step and
     after it.
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss; then the
-    validation loss of both models and the number of validation samples.
+    validation loss of both models and the number of validation samples. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged; its trained model between the two asks.
 Kept by the server: the global parameters and the clients' weights.
 Reduces to: FedAvg with equal weights at d = 0.

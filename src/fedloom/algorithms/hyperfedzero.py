@@ -13,7 +13,7 @@ Symbols: f: ``extractor``, noisy: ``noise``, h: ``loom``, c: the client's target
 ``balance``, beta: ``entropy``, K: ``local_steps``, eta: ``local_lr``.
 
 Sent down: extractor, noise network and loom (with ``condition=input`` a classifier in place of the loom).
-Sent up: their change, the number of samples, the training loss without the penalties.
+Sent up: their change, the number of samples, the training loss without the penalties. Evaluations as in FedAvg.
 Kept by the client: nothing that counts; its model's constants.
 Kept by the server: extractor, noise network and loom.
 Reduces to: FedAvg on one reparametrised model with ``control=constant``.

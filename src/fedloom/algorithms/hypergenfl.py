@@ -14,6 +14,7 @@ Delta theta_c: ``delta``, eta: ``server_lr``, |C|: the clients that replied.
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``), as in FedAvg.
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, unless they are averaged.
 Kept by the server: the global parameters, the loom, the embeddings, the state of the outer optimiser, the weights and
     the living heads of the last round.

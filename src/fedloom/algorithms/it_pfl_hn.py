@@ -14,6 +14,7 @@ Symbols: theta: ``loom`` and ``tuned``, e_i: a row of ``embeddings``, gamma: ``e
 Sent down: the client's woven parameters; the encoder and, while it is trained, the client's own embedding.
 Sent up: the change of the parameters, the number of samples, the training loss, the change of the encoder and its
     loss; in fine-tuning the descriptor in place of these two. A newcomer sends its descriptor only.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, its fine-tuned copy, the embeddings, the encoder, the states of the outer optimiser, how
     descriptors are standardised, the stage.

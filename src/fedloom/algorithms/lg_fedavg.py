@@ -11,7 +11,7 @@ Symbols: T1: ``pretrain_rounds``, h: ``head``, b_i: ``memory["body"]``.
 
 Sent down: the whole model's parameters in rounds of FedAvg; afterwards the head's parameters, with those of FedAvg's
     body for clients that have none of their own yet.
-Sent up: the change of what is averaged, the number of samples, the training loss.
+Sent up: the change of what is averaged, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its body and its model's running statistics.
 Kept by the server: FedAvg's model, the head, which clients have a body.
 Reduces to: FedAvg with equal weights if everything is the head; Local if nothing is; FedPer with equal weights if body

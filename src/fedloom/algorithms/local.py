@@ -4,7 +4,7 @@
 No paper; pFedHN's Table 1 reports it as "Local".
 
 Sent down: nothing.
-Sent up: the number of samples and the training loss, for the records.
+Sent up: the number of samples and the training loss, for the records. Evaluations as in FedAvg.
 Kept by the client: its model and its running statistics.
 Kept by the server: nothing.
 """

@@ -14,6 +14,7 @@ Symbols: K_i: ``Place.size``, tau_i: ``Place.tau``, N: ``chunk``, phi_f: the pie
 
 Sent down: the client's own woven parameters, as a vector.
 Sent up: the change of that vector, or its largest entries with their places; the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model's running statistics, the layers of ``keep_local``, which layers it cannot train.
 Kept by the server: the loom, every client's vectors, the state of Adam for each of these pieces.
 Reduces to: a plain chunked hypernetwork with ``heads=single``.

@@ -19,6 +19,7 @@ second, a: ``distil_weight``, T: ``temperature``; the others as in MH-pFedHN.
 Sent down: the global model, as a vector, and with ``teacher=corrected`` the mean of its past as another, the teacher;
 then the client's own woven parameters. For use, the client's woven parameters; with ``deploy=mixture`` the mean too.
 Sent up: the change of the global model; then what MH-pFedHN sends; each with the number of samples and the loss.
+    Evaluations as in FedAvg.
 Kept by the client: the teacher between the two asks, its running statistics for the global model; all as in MH-pFedHN;
 with ``teacher=corrected`` how often it has met each label while it trained the global model.
 Kept by the server: as in MH-pFedHN, and the global model's vectors; with ``teacher=corrected`` the mean.

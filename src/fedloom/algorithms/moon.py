@@ -11,6 +11,7 @@ Symbols: mu: ``mu``, tau: ``temperature``; the model of last time: ``memory["pre
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: its model of last time with its running statistics; those to train with, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg at mu = 0, and in every client's first round, as it has no model of last time.

@@ -11,7 +11,7 @@ Symbols: eta_v: ``encoder``, eta_h: ``loom``, v_i: the descriptor, theta_i: ``wo
 
 Sent down: the encoder's parameters; the client's own woven parameters; the slope of its descriptor with the encoder.
 Sent up: the descriptor; the change of the parameters, the number of samples, the training loss; the gradient of the
-    encoder. For use, and by newcomers, the descriptor of all training data only.
+    encoder. For use, and by newcomers, the descriptor of all training data only. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, the encoder, the state of the outer optimiser, how descriptors are standardised, and the
     descriptors that participants' models are woven from for use.

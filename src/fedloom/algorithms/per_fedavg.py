@@ -12,7 +12,7 @@ Symbols: alpha: ``inner_lr``, beta: ``local_lr``, delta: ``hessian_step``, H: th
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``), to train and to tune.
 Sent up: the change of the parameters (and the running statistics), the number of samples, the training loss; after
-    tuning, the number of samples and the loss only.
+    tuning, the number of samples and the loss only. Evaluations as in FedAvg.
 Kept by the client: the tuned model with its running statistics; those of the global one, unless they are averaged.
 Kept by the server: the global parameters.
 Reduces to: FedAvg with equal weights at alpha = 0.

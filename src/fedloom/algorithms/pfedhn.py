@@ -12,7 +12,7 @@ Symbols: phi: ``loom``, v_i: a row of ``embeddings``, theta_i: ``woven``, K: ``l
 
 Sent down: the client's own woven parameters.
 Sent up: the change of the parameters, the number of samples, the training loss; its label shares, once, with
-    ``descriptor=class_shares``.
+    ``descriptor=class_shares``. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
 Reduces to: nothing simpler; with one client it is the training of one reparametrised model.

@@ -11,7 +11,7 @@ Symbols: omega_i: ``memory["own"]``; the others as in pFedHN.
 
 Sent down: the client's woven body.
 Sent up: the change of the body, the number of samples, the training loss; its label shares, once, with
-    ``descriptor=class_shares``.
+    ``descriptor=class_shares``. Evaluations as in FedAvg.
 Kept by the client: its head with its optimiser state, its model's running statistics.
 Kept by the server: the loom, the embeddings, the state of the outer optimiser.
 Reduces to: pFedHN if the head is empty.

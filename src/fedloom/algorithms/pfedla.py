@@ -10,7 +10,7 @@ the change back through the mix to the client's loom, and keeps mix plus change 
 Symbols: theta_j: a row of ``models``, v_i and psi_i: a row of ``looms``, alpha_i: what the loom gives.
 
 Sent down: the client's own mix of parameters.
-Sent up: the change of the parameters, the number of samples, the training loss.
+Sent up: the change of the parameters, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: for each client its last model and its loom.
 Reduces to: training alone if every client's mix is its own model.

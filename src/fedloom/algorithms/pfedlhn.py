@@ -9,7 +9,7 @@ clients can be alike in one layer and differ in another. All else is pFedHN: wea
 Symbols: E: ``loom["basis"]``, c_i: a row of ``coefficients``, theta_i: ``woven``, K: ``local_steps``.
 
 Sent down: the client's own woven parameters.
-Sent up: the change of the parameters, the number of samples, the training loss.
+Sent up: the change of the parameters, the number of samples, the training loss. Evaluations as in FedAvg.
 Kept by the client: its model's running statistics.
 Kept by the server: the loom, the coefficients, the state of the outer optimiser for each of them.
 Reduces to: pFedHN with a linear loom if a client's coefficients are the same for all tensors and E is the identity.

@@ -11,6 +11,7 @@ Symbols: R: ``local_steps``, K: ``inner_steps``, lambda: ``pull``, eta: ``local_
 
 Sent down: the global parameters (and running statistics with ``batchnorm=averaged``).
 Sent up: the change of the copy's parameters (and the running statistics), the number of samples, the training loss.
+    Evaluations as in FedAvg.
 Kept by the client: theta_i (or w_i), to use, with its running statistics; those to train with, unless they are
     averaged.
 Kept by the server: the global parameters.

@@ -11,6 +11,7 @@ Symbols: c: ``control``, c_i: ``memory["control"]``, eta_l: ``local_lr``, eta_g:
 
 Sent down: the global parameters and the server's control variate.
 Sent up: the change of the parameters, the change of the client's control variate, the number of samples, the loss.
+    Evaluations as in FedAvg.
 Kept by the client: its control variate and its model's running statistics.
 Kept by the server: the global parameters and the control variate.
 Reduces to: FedAvg with equal weights in the first round, when all control variates are zero.
