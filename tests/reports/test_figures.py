@@ -98,3 +98,14 @@ def test_a_figure_that_cannot_be_written_leaves_what_was_there(run: RunDirectory
         figures.save(chart_of(run, "loss"), tmp_path / "nowhere" / "loss.pdf")
     figures.save(chart_of(run, "loss"), tmp_path / "loss.pdf")
     assert [file.name for file in tmp_path.iterdir()] == ["loss.pdf"]
+
+
+def test_a_notebook_shows_a_figure_and_its_owner_saves_it_with_fonts_that_publishers_take(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    made = figures.figure(chart_of(run, "curves"))
+    assert made._repr_png_().startswith(b"\x89PNG")
+    made.savefig(tmp_path / "curves.pdf")
+    assert b"/Subtype /Type3" not in (tmp_path / "curves.pdf").read_bytes()
+    made.savefig(tmp_path / "curves.svg")
+    assert "accuracy</text>" in (tmp_path / "curves.svg").read_text(encoding="utf-8")

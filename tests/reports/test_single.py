@@ -221,3 +221,16 @@ def test_whole_numbers_have_whole_ticks(tmp_path: Path) -> None:
 
 def test_data_without_a_name_have_one_on_the_page(tmp_path: Path) -> None:
     assert page_of(facts(made_run(tmp_path / "run", dataset="python"))).title == "pFedHN on data given in Python"
+
+
+def test_clients_that_did_not_answer_are_not_taken_for_small_ones(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", clients=["a", "b", "c"], unseen=0)
+    columns = {"metric": [1.0, 0.0, 0.5], "loss": [0.1, 9.0, 0.2], "samples": [12, 0, 4]}
+    task = {"name": "accuracy", "higher_is_better": True}
+    run.append_to(
+        SCORES,
+        scores_line(facts(run).shown, ("deployed", "participants", "test"), task, ["a", "b", "c"], columns),
+    )
+    told = warnings(facts(run))
+    assert any(text.startswith("1 of 3 clients gave no usable reply") for text in told)
+    assert any(text.startswith("1 of 3 clients have fewer than 10 test samples") for text in told)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts for paper: as figures of matplotlib, in PDF or SVG, of the width of a text column.
-
-They are drawn without pyplot, which would look for a screen and keep the figure.
-"""
+"""Charts for paper: as figures of matplotlib, in PDF or SVG, of the width of a text column."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from fedloom.runs.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from fedloom.reports.drawn import Drawn
 
 COLOURS = ("#2f62c4", "#c4570b", "#14805e", "#a33a8f", "#7a5c00", "#0b7b95", "#b3312b", "#5b5f68", "#5a7d1c", "#6a51c7",
            "#b04a6b", "#2d6b74")  # fmt: skip
@@ -39,17 +37,16 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Figure:
+def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Drawn:
     """The chart as a figure; ``choices`` are options of its switches, the first of each without."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
+
+    from fedloom.reports.drawn import Drawn
 
     chart = _chosen(chart, choices)
     with mpl.rc_context(STYLE):
-        made = Figure(figsize=(WIDTH, max(1.6, chart.height / 100) + _below(chart)), layout="constrained")
-        FigureCanvasAgg(made)
+        made = Drawn(STYLE, (WIDTH, max(1.6, chart.height / 100) + _below(chart)))
         axes = made.add_subplot()
         draw = {
             "lines": _lines, "ranked": _ranked, "points": _points, "bubbles": _bubbles, "heat": _heat, "bars": _bars,
@@ -73,7 +70,6 @@ def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Figure:
 
 def save(chart: Chart, path: Path, *, choices: Sequence[str] = ()) -> Path:
     """Write the figure; the name's ending says in which form."""
-    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
@@ -82,7 +78,7 @@ def save(chart: Chart, path: Path, *, choices: Sequence[str] = ()) -> Path:
         raise ConfigError(f"--out is {path}; the name of a figure ends in one of: {', '.join(sorted(kinds))}.")
     made, drawn = figure(chart, choices=choices), io.BytesIO()
     undated: dict[str, Any] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with mpl.rc_context(STYLE), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # of a name in another script: a box stands for it
         made.savefig(drawn, format=kind, metadata=undated.get(kind))
     write_file(path, drawn.getvalue())

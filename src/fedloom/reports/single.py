@@ -131,7 +131,13 @@ def warnings(facts: Facts) -> list[str]:
                 "models came apart, and a mean over all has no value."
             )
         recorded = " whose scores are recorded" if len(scores.clients) < scores.everybody else ""
-        few = int((scores.samples < FEW_SAMPLES).sum())
+        silent = int((scores.samples == 0).sum())
+        if silent:
+            found.append(
+                f"{silent:,} of {len(scores.clients):,} clients{recorded} gave no usable reply when they were tried: "
+                "their scores count as the worst there are."
+            )
+        few = int(((scores.samples < FEW_SAMPLES) & (scores.samples > 0)).sum())
         if few:
             found.append(
                 f"{few:,} of {len(scores.clients):,} clients{recorded} have fewer than {FEW_SAMPLES} test samples: "
