@@ -51,6 +51,7 @@ def test_the_methods_own_rate_stays_where_the_best_is_within_an_error() -> None:
     ("options", "message"),
     [
         ({"dp_noise": 1.0, "dp_clip": 1.0}, "does not go with --dp-noise"),
+        ({"sample_dp_noise": 1.0, "sample_dp_clip": 1.0}, "does not go with --dp-noise or --sample-dp-noise"),
         ({"val_share": 0.0}, "needs validation data"),
         ({"engine": "flower-sim"}, "flower-sim does not"),
     ],

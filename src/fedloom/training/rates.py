@@ -16,6 +16,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from fedloom.core.errors import ConfigError, RoundError
+from fedloom.core.noised import hides_samples
 from fedloom.data.arrays import Arrays
 from fedloom.runs.options import RunOptions
 from fedloom.training.simulation import Simulation
@@ -55,10 +56,10 @@ def found(method: str, options: RunOptions, config: Any, arrays: Arrays) -> Foun
     own = getattr(config, "local_lr", 0.0)
     if not own:
         raise ConfigError(f"--local-lr {AUTO} tries rates around that of {method}, which has none. Give a number.")
-    if options.dp_noise:
+    if options.dp_noise or hides_samples(config):
         raise ConfigError(
-            f"--local-lr {AUTO} does not go with --dp-noise: its trials would make answers public that nobody counts. "
-            "Give a number."
+            f"--local-lr {AUTO} does not go with --dp-noise or --sample-dp-noise: its trials would make answers public "
+            "that nobody counts. Give a number."
         )
     options = replace(options, adapt="none", adapt_clip=0.0, adapt_noise=0.0, tracker=None)
     rates, several = [own * factor for factor in FACTORS], list[Tried]()
