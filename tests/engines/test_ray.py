@@ -22,7 +22,7 @@ from fedloom.core.contract import Algorithm, Cohort
 from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.trees import flatten
 from fedloom.engines import cluster as clusters
-from fedloom.engines import sweep
+from fedloom.engines import sweep, workers
 from fedloom.engines.cluster import Actor, Cluster
 from fedloom.engines.job import Job
 from fedloom.engines.machine import Machine
@@ -79,14 +79,16 @@ def test_so_they_are_for_every_method_and_number_of_actors(
     check_bits(algorithms.get(method), monkeypatch, 1, 2)
 
 
-def killed_at(monkeypatch: pytest.MonkeyPatch, client: str, times: int) -> list[int]:
+def killed_at(
+    monkeypatch: pytest.MonkeyPatch, client: str, times: int, how: signal.Signals = signal.SIGKILL
+) -> list[int]:
     """Kill the process that begins with a client, so often; those killed."""
     original, killed = Ray._begin, []
 
     def begin(self: Ray, actor: Actor, job: Job, shared: object) -> object:
         answer = original(self, actor, job, shared)
         if client in job.clients and len(killed) < times:
-            os.kill(actor.process, signal.SIGKILL)
+            os.kill(actor.process, how)
             killed.append(actor.process)
         return answer
 
@@ -118,6 +120,16 @@ def test_a_client_whose_process_dies_twice_is_dropped_by_name(
     for name, value in without.state.params.items():
         torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
     assert not set(killed) & {actor.process for actor in ray_cluster.crew(Host, "cpu", 2, 0.0)}
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_ended_and_its_clients_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(FEDAVG, small_federation(), "ray", rounds=1)  # processes are there
+    monkeypatch.setattr(workers, "STILL_SECONDS", 2)
+    stopped = killed_at(monkeypatch, "3", 1, signal.SIGSTOP)
+    played = play(FEDAVG, small_federation(), "ray", rounds=1)
+    assert f"process {stopped[0]} of Ray's stood still for 2 seconds and was ended" in played.engine.notes
+    assert not played.stats.dropped
 
 
 @pytest.mark.slow

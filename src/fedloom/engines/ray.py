@@ -12,6 +12,7 @@ and what they remember. The roster goes nowhere, so that an ask costs what its c
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import warnings
@@ -28,7 +29,7 @@ from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm
 from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.trees import ClientId, PerClient, Tree, stack, tree_map
-from fedloom.engines import packed
+from fedloom.engines import packed, workers
 from fedloom.engines.cluster import Actor, Cluster, first_line
 from fedloom.engines.engine import AbstractEngine, AbstractLocalEngine, groups
 from fedloom.engines.job import Dropped, Job, Moment, Outcome
@@ -36,7 +37,7 @@ from fedloom.engines.machine import Machine
 from fedloom.engines.parallel import AbstractParallel, Parallel, ParallelVectorised, received, sent
 from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
-from fedloom.engines.workers import Lost, cores
+from fedloom.engines.workers import Lost, cores, cpu_time
 
 MOST = {"engine": 4, "program": 8, "model": 64, "tensor": 4, "shared": 1}
 """How many of a kind of thing an actor keeps: those used last."""
@@ -99,6 +100,8 @@ class Ray(AbstractEngine):
         self._things: dict[str, OrderedDict[Hashable, tuple[Any, Thing]]] = {kind: OrderedDict() for kind in MOST}
         self._known: dict[tuple[str, int], set[Hashable]] = {}
         """What each actor has run: programs and architectures."""
+        self._still: dict[int, tuple[int, int]] = {}
+        """By process: the time that it had used when it was last looked at, and how often that was the same before."""
         _send_by_value(algorithm.round.__module__)
 
     def answer(self, job: Job) -> Iterable[Outcome]:
@@ -162,7 +165,9 @@ class Ray(AbstractEngine):
         try:
             deal()
             while at:
-                done, _ = cluster.ray.wait(list(at))
+                done, _ = cluster.ray.wait(list(at), timeout=1.0)
+                if not done and cluster.local:
+                    self._end_stuck([actor for actor, _ in at.values()])
                 ended = [(answer, *at.pop(answer)) for answer in done]
                 results = [(number, self._result(answer, actor, crew)) for answer, actor, number in ended]
                 deal()  # before results are read, so that nobody is idle meanwhile
@@ -171,6 +176,15 @@ class Ray(AbstractEngine):
         except BaseException:
             cluster.dismiss(crew)
             raise
+
+    def _end_stuck(self, busy: Sequence[Actor]) -> None:
+        """End processes of this machine that stand still. Called once a second."""
+        for process in (actor.process for actor in busy):
+            used, still = cpu_time(process, main_thread=True), self._still.get(process, (-1, 0))  # Ray's others go on
+            self._still[process] = used, still[1] + 1 if used == still[0] else 0
+            if self._still[process][1] >= workers.STILL_SECONDS:
+                self.note(f"process {process} of Ray's stood still for {workers.STILL_SECONDS} seconds and was ended")
+                os.kill(process, signal.SIGKILL)
 
     def _dealt(self, idle: list[Actor], waiting: list[int], parts: Mapping[int, Job]) -> Iterator[tuple[Actor, int]]:
         """Who does what: first the largest part of a kind that an actor has run before, else the largest."""

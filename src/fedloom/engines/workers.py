@@ -187,7 +187,7 @@ class _Worker:
 
     def stuck(self) -> bool:
         """Whether it has stood still. Counted in calls, one a second: clocks also run while everything is suspended."""
-        used = _cpu_time(self.process)
+        used = cpu_time(self.process)
         self._still = self._still + 1 if used == self._used else 0
         self._used = used
         return self._still >= STILL_SECONDS
@@ -209,10 +209,15 @@ def _dismiss(workers: list[_Worker], owner: int) -> None:
         workers.clear()
 
 
-def _cpu_time(process: int) -> int:
-    """Clock ticks that a process has run."""
+def cpu_time(process: int, *, main_thread: bool = False) -> int:
+    """Clock ticks that a process of this machine has run, or its first thread alone."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{process}/task/{process}/stat" if main_thread else f"/proc/{process}/stat")
+            .read_text()
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return -1
     return int(fields[11]) + int(fields[12])
