@@ -437,6 +437,17 @@ def test_a_method_that_trains_on_labels_asks_for_them(digits: Callable[[str], Di
         )
 
 
+def test_a_method_that_trains_on_labels_takes_the_samples_that_have_some(
+    digits: Callable[[str], Digits], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, x, y = digits("pfedhn")
+    some = torch.where(torch.arange(len(y)) % 3 == 0, y, -1)
+    found, alone = run.admit(x, some), run.admit(x[::3], y[::3])
+    assert torch.equal(found.predict(x), alone.predict(x)) and found.newcomer.samples == len(y[::3])
+    left = len(y) - len(y[::3])
+    assert caplog.messages == [f"pFedHN trains on labels; {left} of {len(y)} samples have none and are left out."]
+
+
 WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
     "another shape": (lambda x, y: (x[:, :, :4], y), "expected (samples, 1, 8, 8), as in this federation."),
     "one sample without its axis": (lambda x, y: (x[0], y[:1]), "Got samples of shape (1, 8, 8)"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -51,6 +52,8 @@ from fedloom.training.simulation import Simulation, resolve, split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -566,12 +569,24 @@ def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: s
 
 
 def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
-    """A newcomer's samples and labels, if it has any, as the server wants them."""
-    samples = _samples(server, x)
+    """A newcomer's samples and labels, if it has any, as the server wants them.
+
+    A method that trains on labels gets those samples that have some.
+    """
+    samples, algorithm = _samples(server, x), server.algorithm
     if not len(samples):
         raise DataError("admit got no samples; give the newcomer at least one.")
     y = labels_among(x, server.roster.preparation) if y is None else y
-    return samples, None if y is None else _labels(server, y, len(samples))
+    if y is None:
+        return samples, None
+    labels = _labels(server, y, len(samples))
+    if not server.setup.task.class_scores or labels.ndim > 1 or not algorithm.needs_labels(server.config):
+        return samples, labels
+    known = labels != UNKNOWN
+    if not bool(known.all()):
+        left = int((~known).sum())
+        log.warning(f"{algorithm.name} trains on labels; {left} of {len(labels)} samples have none and are left out.")
+    return samples[known], labels[known]
 
 
 def _samples(server: Server, x: Any) -> Tensor:
@@ -593,7 +608,7 @@ def _labels(server: Server, y: Any, number: int) -> Tensor:
     if roster.num_classes and needed and _none_known(y):
         raise unlabelled(server.algorithm)
     shape, names = (number, *roster.target_shape), roster.class_names if roster.num_classes else ()
-    labels = checked_labels(y, shape, roster.num_classes, names, unknown_allowed=not needed)
+    labels = checked_labels(y, shape, roster.num_classes, names)
     if server.setup.task is MULTILABEL and bool(((labels != 0) & (labels != 1)).any()):
         raise DataError("Got labels other than 0 and 1; expected one of these for each label that may hold.")
     return labels.to(server.setup.device)

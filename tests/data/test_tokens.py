@@ -70,4 +70,4 @@ def test_newcomers_samples_are_tokens_of_the_vocabulary() -> None:
     with pytest.raises(DataError, match=r"samples of type torch.float64; expected tokens, whole numbers"):
         checked_samples(X.astype(float), (3,), tokens)
     assert checked_samples(X, (3,)).tolist() == X.tolist()  # to a federation of numbers they are numbers
-    assert checked_labels([[0, 1, -1]], (1, 3), 2, unknown_allowed=False).tolist() == [[0, 1, -1]]
+    assert checked_labels([[0, 1, -1]], (1, 3), 2).tolist() == [[0, 1, -1]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.core.errors import DataError
 from fedloom.core.tokens import Tokens
 from fedloom.data.arrays import Arrays
-from fedloom.data.labels import coded
+from fedloom.data.labels import UNKNOWN, coded
 from fedloom.data.own import from_arrays, from_torch_dataset, samples_from_npz
 from fedloom.data.preparation import Preparation
 from fedloom.data.tables import Roles, columns_of, from_table, is_columns, is_table, read_table, targets_of
@@ -136,16 +136,12 @@ def checked_samples(x: Any, shape: tuple[int, ...], tokens: Tokens | None = None
     return samples
 
 
-def checked_labels(
-    y: Any, shape: tuple[int, ...], classes: int, names: Sequence[str] = (), *, unknown_allowed: bool
-) -> Tensor:
+def checked_labels(y: Any, shape: tuple[int, ...], classes: int, names: Sequence[str] = ()) -> Tensor:
     """Labels of that shape: numbers or names of classes, or any finite numbers where there are no classes.
 
-    ``unknown_allowed``: -1, or a text without letters, stands for a label that is not known, as -1 always does where
-    each token has one.
+    -1, or a text without letters, stands for the label of a class that is not known.
     """
-    unknown_allowed = unknown_allowed or len(shape) > 1
-    y = numbered(y, names or [str(number) for number in range(classes)], unknown=unknown_allowed)
+    y = numbered(y, names or [str(number) for number in range(classes)], unknown=True)
     labels = _tensor(y, "labels")
     if tuple(labels.shape) != shape:
         raise DataError(f"Got labels of shape {tuple(labels.shape)} for {shape[0]} samples; expected {shape}.")
@@ -153,12 +149,11 @@ def checked_labels(
         raise DataError("Got labels with NaN or infinite values; remove or replace those samples.")
     if not classes:
         return labels
-    whole, lowest = labels.to(torch.int64), -1 if unknown_allowed else 0
-    if bool((whole != labels).any()) or int(whole.min()) < lowest or int(whole.max()) >= classes:
+    whole = labels.to(torch.int64)
+    if bool((whole != labels).any()) or int(whole.min()) < UNKNOWN or int(whole.max()) >= classes:
         raise DataError(
             f"Got labels from {labels.min()} to {labels.max()}; expected whole numbers from 0 to {classes - 1}, "
-            "as in this federation"
-            + (", or -1 where a label is not known." if unknown_allowed else ", as the method trains on them.")
+            "as in this federation, or -1 where a label is not known."
         )
     return whole
 
