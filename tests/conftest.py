@@ -216,6 +216,7 @@ def ray_cluster() -> Iterator[Cluster]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of all engines: Ray takes seconds to start, and has fast tests of its own."""
     for item in items:
-        if "ray" in getattr(item, "callspec", SimpleNamespace(params={})).params.values():
+        given = getattr(item, "callspec", SimpleNamespace(params={})).params.values()
+        if any(isinstance(one, str) and one == "ray" for one in given):  # arrays are given too, which compare otherwise
             item.add_marker(pytest.mark.slow)
             item.fixturenames.append("ray_cluster")
