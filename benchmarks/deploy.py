@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedloom.deploy.local import Federation, app_in, follow, started
 from fedloom.deploy.template import write_app
-from fedloom.deploy.trial import about
+from fedloom.deploy.trial import Trial, about
 from fedloom.progress import display
 from fedloom.runs.directory import RunDirectory
 
@@ -40,7 +40,7 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=5)
     given = words.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        settings = {**about("digits"), "rounds": given.rounds, "cohort": given.nodes, "local_steps": 1, "threads": 1}
+        settings = {**about(Trial()), "rounds": given.rounds, "cohort": given.nodes, "local_steps": 1, "threads": 1}
         write_app(Path(folder) / "app", "pfedhn", {**settings, "eval_every": 999, "deliver": False}, {"model": "mlp"})
         app = app_in(Path(folder) / "app")
         with started(app, given.nodes) as federation:

@@ -33,6 +33,7 @@ def test_two_seeds_agree_on_a_key_that_is_for_one_thing() -> None:
     assert key != masks.agreed(one, masks.public_key(other), b"b")
     with pytest.raises(ValueError):
         masks.agreed(one, bytes(32), b"a")  # with which anybody would agree on nothing
+    assert masks.is_key(masks.public_key(one)) and not masks.is_key(bytes(32))
 
 
 def test_a_letter_that_was_changed_is_not_opened() -> None:

@@ -241,13 +241,13 @@ class Participant:
             self._engine(name), name, program, asked["stage"], int(asked["ask"]), shared, mine, self._memory(run, start)
         )
         self._check_enough(program, reply)
-        if masking:
-            reply = masking(reply)
-        elif self.sums and any(leaves(reply)) and not program.name.startswith(EVALUATION):
+        if self.sums and not masking and any(leaves(reply)) and not program.name.startswith(EVALUATION):
             raise Refusal("tells what it learned only in a secure sum, and was asked for it by itself.")
-        elif noised:
+        if noised:
             reply = _on(self.store.once(run, _question(program, asked, shared, mine), reply, self.own.max_answers),
                         self.federation.device)  # fmt: skip
+        if masking:
+            reply = masking(reply)
         if after is not None:
             kept = {start, *map(int, str(asked["kept_versions"]).split())}
             self.store.save(run, end, after, kept)

@@ -99,7 +99,10 @@ class Collector:
                 last = self._sum.round + self._job.rounds_left  # none can have been unmasked after it
                 spent[client] = min(max(int(str(facts["spent"])), self._sum.round), last)
                 raise Malformed(f"has unmasked the sum of round {spent[client]} before, and does so once")
-            return advert_in(json.loads(str(facts["keys"])))
+            advert = advert_in(json.loads(str(facts["keys"])))
+            if len(set(advert[:3])) < 3 or not all(masks.is_key(bytes.fromhex(key)) for key in advert[:2]):
+                raise Malformed("gave keys that are none")  # for which all others would refuse the sum
+            return advert
 
         asked = self._job.clients
         adverts = self._hear({client: self._content(client, "keys") for client in asked}, read)

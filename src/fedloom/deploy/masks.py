@@ -55,6 +55,15 @@ def public_key(seed: bytes) -> bytes:
     return _key(seed).public_key().public_bytes_raw()
 
 
+def is_key(public: bytes) -> bool:
+    """Whether there is anything to agree on with the holder of that key."""
+    try:
+        agreed(seed(), public, b"")
+    except ValueError:
+        return False
+    return True
+
+
 def agreed(seed: bytes, public: bytes, about: bytes) -> bytes:
     """The key that the holders of two seeds have in common, for what ``about`` says. ``ValueError``: no public key."""
     return derived(_key(seed).exchange(X25519PublicKey.from_public_bytes(public)), about)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from fedloom import algorithms
 from fedloom.core.config import build, check, option
 from fedloom.core.errors import ConfigError, NeedsError, unknown
+from fedloom.core.noised import hides_samples
 from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
 from fedloom.core.tokens import Tokens
 from fedloom.data.preparation import Preparation
@@ -140,6 +141,12 @@ class Sums(NamedTuple):
     signed: bool
     """Clients know each other's keys, and do not take the server's word for them."""
 
+    @property
+    def note(self) -> str:
+        """For whoever looks at the run."""
+        keys = "keys that clients sign" if self.signed else "keys that the server passes on"
+        return f"changes reach the server as a sum, under masks, by {keys}"
+
 
 class Settings(NamedTuple):
     """Everything that an app's table says."""
@@ -230,6 +237,11 @@ def _check_summed(settings: Settings) -> None:
             raise NeedsError(
                 f"{name} needs individual replies, and secure-aggregation hides them. Leave one of the two out."
             )
+    if hides_samples(settings.config):
+        raise NeedsError(
+            "sample-dp-noise is accounted for by how many samples each client has, and with secure-aggregation nobody "
+            "tells. Leave one of the two out; a node can still set it for itself, as privacy of its own."
+        )
     if options.sampling == "poisson":
         raise NeedsError(
             "sampling poisson has rounds of any size, and secure-aggregation none of few clients: what is drawn again "

@@ -298,7 +298,7 @@ class Deployment(Trainer):
         federation = self.known.federation(self.greetings)
         super().__init__(self._server(federation), self._engine(federation), "clients are other machines")
         weight = self.server.weight
-        self.notes = [*([weight.note] if weight else []), *([self.server_samples.note] if self.server_samples else [])]
+        self.notes = [one.note for one in (weight, self.server_samples, settings.sums) if one]
         self._admitted: Sent | None = None
         self.delivered: list[ClientId] = []
         self.undelivered: dict[ClientId, str] = {}

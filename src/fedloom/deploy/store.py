@@ -8,6 +8,7 @@
       RUN/answers/DIGEST           an answer with noise on it, by what was asked; one such file for each of the last
       answers                      how many of these it has given in all its runs
       RUN/memory-12.safetensors    what the client remembers, by the number that the server gave it
+      RUN/sums/notes.json          its part in the secure sum that is being made, and which was the last
       RUN/model/                   the model it was given in the end
 
 Files are written beside and then renamed: a node that is killed finds the one or the other whole.

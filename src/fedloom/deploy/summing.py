@@ -2,7 +2,7 @@
 """A node's part in a secure sum: what it tells in each message, and what it refuses. The messages: ``deploy.pact``.
 
 Every message runs in a process of its own, so what is kept between them lies in the node's folder, ``RUN/sums``. A step
-is written down before it is answered and is never done twice; the seeds are gone when the sum is over.
+is written down before it is answered and is never done twice. Seeds are gone when the sum is over, or the next begins.
 """
 
 from __future__ import annotations
