@@ -27,6 +27,7 @@ BLOCK = re.compile(
 )
 SHIFTS = ("blur", "rotation", "brightness", "contrast", "saturation")
 PER_CENT = 100.0
+METHODS = {"fedavg": "FedAvg", "pfedhn": "pFedHN", "mh_pfedhn": "MH-pFedHN"}
 
 Block = Callable[[str], str]
 BLOCKS: dict[str, Block] = {}
@@ -224,6 +225,65 @@ def unmeasured(_: str) -> str:
         if there < len(one.rows):
             parts.append(f"`{path.stem}` ({there} of {len(one.rows)} rows)")
     return f"Recipes that have not been run: {', '.join(never)}. Run in part: {', '.join(parts)}.\n"
+
+
+# ---- attacks and rules
+
+
+def attacks_of(name: str) -> tuple[list[dict[str, Any]], str]:
+    """What ``benchmarks/attacks.py`` wrote, and how it was made."""
+    found = json.loads((RESULTS / "attacks" / f"{name}.json").read_text())
+    return found["rows"], f"`{found['command']}`: {in_words([Made(**found['made'])])}."
+
+
+@block
+def left_out(which: str) -> str:
+    """Rules without an attack, or with some."""
+    rows, made = attacks_of("left-out")
+    quiet = which == "quiet"
+    columns = ["", "last", "worst tenth", "honest left out", "their most skewed third"]
+    columns += [] if quiet else ["liars left out", "back door open"]
+    body = []
+    for one in rows:
+        if (one["attack"] == "none") != quiet or (quiet and one["rule"] == "mean"):
+            continue
+        groups = [one["left_out"].get(who) for who in ("honest", "honest, most skewed third", "liars")]
+        told = [
+            one["accuracy"],
+            one["worst_tenth"],
+            *groups[: 2 if quiet else 3],
+            *([] if quiet else [one["back_door"]]),
+        ]
+        name = one["rule"] if quiet else f"{one['attack']}, {one['rule']}"
+        body.append([name, *("–" if value is None else f"{PER_CENT * value:.1f}" for value in told)])
+    return with_provenance(numbers(columns, body), made)
+
+
+@block
+def closed_door(_: str) -> str:
+    """How often triggered samples are taken for the target where nobody lies."""
+    rows, _made = attacks_of("left-out")
+    (control,) = (one for one in rows if (one["attack"], one["rule"]) == ("none", "mean"))
+    return f"Where nobody lies, {PER_CENT * control['back_door']:.1f}% of triggered samples are taken for class 0.\n"
+
+
+@block
+def inversion(_: str) -> str:
+    """Replies of one small step and of many, by method."""
+    rows, made = attacks_of("inversion")
+    columns = ["", "reply of the run", "chance", f"one step on {rows[0]['batch']}", "chance", "control", "chance"]
+    body = []
+    for one in rows:
+        steps = f"{one['steps']} step{'s' * (one['steps'] > 1)} of {one['batch']}"
+        whole, small = one["measures"]
+        sides = [whole["run"], small["run"], whole["control"]]
+        cells = [text for side in sides for text in (_decibels(side), f"{side['chance']:.1f}")]
+        body.append([f"{METHODS[one['method']]}, {steps}", *cells])
+    return with_provenance(numbers(columns, body), made)
+
+
+def _decibels(side: dict[str, Any]) -> str:
+    return f"{side['value']:.1f} ({side['low']:.1f} to {side['high']:.1f})"
 
 
 # ---- newcomers without labels

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fedloom import algorithms
+from fedloom.audit import invert
 from fedloom.data.arrays import Arrays
 from fedloom.engines import capture
 
@@ -128,6 +129,22 @@ def test_dense(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_scale(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.one(60, 4, "cpu")
     assert "60 clients:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["left-out", "inversion"])
+def test_attacks_are_measured(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    federation = {**benchmark.FEDERATION, "dataset": "digits"}
+    monkeypatch.setattr(benchmark, "FEDERATION", federation)
+    monkeypatch.setattr(benchmark, "METHODS", {"pfedhn": {}})
+    monkeypatch.setattr(benchmark, "ATTACKS", {name: benchmark.ATTACKS[name] for name in ("none", "backdoor")})
+    monkeypatch.setattr(invert, "STEPS", 3)
+    run_main(benchmark, monkeypatch, what, "--rounds", 2, "--out", tmp_path)
+    rows = json.loads((tmp_path / f"{what}.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == (12 if what == "left-out" else 2)
+    if what == "left-out":
+        assert all("liars" in row["left_out"] for row in rows if row["attack"] == "backdoor")
 
 
 def test_newcomers(benchmark: ModuleType, images: Arrays, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,3 +172,8 @@ def test_methods_without_changes_cannot_be_lied_to_by_changing_them(tmp_path: Pa
 def test_privacy_and_rules_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="do not go together"):
         train(tmp_path / "run", aggregate="median", dp_noise=1.0, dp_clip=1.0)
+
+
+def test_a_share_that_is_nobody_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of 10 participants is nobody"):
+        train(tmp_path / "run", malicious=0.04)

@@ -299,9 +299,13 @@ def federation_of(
             x[rows], options.unseen_shift, options.unseen_shift_strength, options.seed, low=low, high=high
         )
     federation = federate(x, arrays.y, parts, models, task, device, dtype, others)
-    return poisoned(
-        federation, options.attack, liars(federation.participants, options.malicious, options.seed), options.seed
-    )
+    lying = liars(federation.participants, options.malicious, options.seed)
+    if options.malicious and not lying:
+        raise ConfigError(
+            f"--malicious {options.malicious:g} of {len(federation.participants)} participants is nobody; give a share "
+            "that makes one at least."
+        )
+    return poisoned(federation, options.attack, lying, options.seed)
 
 
 def task_of(name: str, arrays: Arrays) -> Task:
