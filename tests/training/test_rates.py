@@ -29,7 +29,7 @@ def test_a_rate_that_is_far_too_small_is_left_behind(tmp_path: Path) -> None:
     found = runs["auto"].config["local_lr"]
     assert found in (0.015, 0.05, 0.15, 0.45)
     (note,) = [one for one in runs["auto"].summary["notes"] if "local rate" in one]
-    assert note.startswith(f"local rate {found:g}: the best of 0.0005, 0.0015, 0.005, 0.015, 0.05")
+    assert note.startswith(f"local rate {found:g}, by short trials of 0.0005, 0.0015, 0.005, 0.015, 0.05")
     name = "deployed/participants/test/absolute_error"
     assert runs["auto"].summary["best"][name] < runs[0.005].summary["best"][name] / 2
     # a number from then on: the same run again, with the same bits

@@ -3,9 +3,10 @@
 
 The method is trained for a twentieth of the rounds, or three turns of every client, with each of five rates around its
 own, from a tenth to ten times it, and with larger ones as long as the largest is best. The two best and its own go on
-to three times as many rounds. The best of these is used, unless its lead over the method's own rate is within one
-standard error over clients. Trials draw what the run itself draws, so the same seed finds the same rate. Test data and
-newcomers have no say. For other options, and more rounds, there is ``fedloom tune``.
+to three times as many rounds. The best of these is used, unless its lead over the method's own rate is within two
+standard errors over clients: what has hardly begun to learn says nothing of rates. Trials draw what the run itself
+draws, so the same seed finds the same rate. Test data and newcomers have no say. For other options, and more rounds,
+there is ``fedloom tune``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FURTHER, MOST = 3, 300
 SHARE, TURNS, LONGER = 20, 3, 3
 """A trial has so small a part of the rounds, or so many turns of every client; the best have so many times as many."""
 
+CLEAR = 2
+"""So many standard errors over clients the best must be ahead of the method's own rate."""
 FAILED = (-math.inf, -math.inf)
 
 
@@ -77,7 +80,7 @@ def found(method: str, options: RunOptions, config: Any, arrays: Arrays) -> Foun
     if best[0].score == FAILED:
         raise RoundError(f"Training failed at every rate from {several[0].rate:g} on. Give --local-lr a number.")
     tried, rate = ", ".join(f"{one.rate:g}" for one in several), best[0].rate
-    return Found(replace(config, local_lr=rate), f"local rate {rate:g}: the best of {tried} in short trials")
+    return Found(replace(config, local_lr=rate), f"local rate {rate:g}, by short trials of {tried}")
 
 
 def short(trial: Simulation) -> int:
@@ -88,11 +91,11 @@ def short(trial: Simulation) -> int:
 
 
 def ahead(one: Tried, other: Tried) -> bool:
-    """Whether one is better by more than a standard error over clients."""
+    """Whether one is clearly better than another, over clients."""
     if other.score == FAILED or len(one.metrics) < 2:
         return one.score > other.score
     gains = [a - b for a, b in zip(one.metrics, other.metrics)]
-    return bool(fmean(gains) > stdev(gains) / len(gains) ** 0.5)
+    return bool(fmean(gains) > CLEAR * stdev(gains) / len(gains) ** 0.5)
 
 
 def ranked(several: list[Tried]) -> list[Tried]:
