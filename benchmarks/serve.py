@@ -80,7 +80,7 @@ async def load(url: str, concurrent: int, number: int, dim: int, token: str = ""
     """``number`` requests over ``concurrent`` connections that stay open, each after the answer to the last."""
     import torch
 
-    from fedloom.serving.tensors import write_tensors
+    from fedloom.core.tensors import write_tensors
 
     parts, times = urlsplit(url), []
     vectors = torch.randn(number, dim, generator=torch.Generator().manual_seed(0))
@@ -149,8 +149,8 @@ def weave(folder: Path) -> None:
     """Models a second without HTTP, on one thread."""
     import torch
 
+    from fedloom.core.tensors import write_tensors
     from fedloom.serving.bundle import Bundle
-    from fedloom.serving.tensors import write_tensors
     from fedloom.serving.weaver import Weaver
 
     torch.set_num_threads(1)

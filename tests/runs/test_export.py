@@ -65,6 +65,8 @@ def test_a_second_export_goes_over_the_first(odd: fedloom.Run, tmp_path: Path) -
     assert odd.export("plain", tmp_path) == path
     assert safetensors.torch.load_file(path).keys() == dict(odd.model("plain").named_parameters()).keys()
     assert len(list(tmp_path.iterdir())) == 2
+    content = path.read_bytes()
+    assert all(odd.export("plain", tmp_path).read_bytes() == content for _ in range(3))  # equal models, equal files
 
 
 def test_running_statistics_are_exported_too(tmp_path: Path) -> None:

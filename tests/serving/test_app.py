@@ -29,11 +29,11 @@ import torch
 
 import fedloom
 from fedloom.core.errors import ConfigError, RunError
+from fedloom.core.tensors import read_tensors, read_with_metadata, write_tensors
 from fedloom.models.load import load_model
 from fedloom.serving.bundle import make_bundle
 from fedloom.serving.counters import Counters, Limiter
 from fedloom.serving.settings import Settings
-from fedloom.serving.tensors import read_tensors, read_with_metadata, write_tensors
 from fedloom.serving.tokens import Identity, identity_of, make_key, make_token, read_key
 from serving_process import process
 

@@ -26,12 +26,12 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.core.tensors import read_tensors, write_tensors
 from fedloom.core.trees import flatten
 from fedloom.serving.app import Service
 from fedloom.serving.bundle import Bundle
 from fedloom.serving.counters import STATUSES
 from fedloom.serving.settings import Settings
-from fedloom.serving.tensors import read_tensors, write_tensors
 from fedloom.serving.tokens import Identity, make_key, make_token, read_key
 from serving_process import process
 

@@ -19,12 +19,12 @@ from conftest import needed
 from fedloom import algorithms
 from fedloom.core.contract import Handover
 from fedloom.core.errors import DataError, FedloomError, NeedsError, RunError
+from fedloom.core.tensors import read_tensors
 from fedloom.core.trees import flatten
 from fedloom.data.registry import load as load_data
 from fedloom.serving.archive import Archive
 from fedloom.serving.bundle import LOOM, MODEL, PARTICIPANTS, Bundle, make_bundle, newcomers_state
 from fedloom.serving.card import as_markdown
-from fedloom.serving.tensors import read_tensors
 from fedloom.training.admission import admitted
 
 METHODS = {

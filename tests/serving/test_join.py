@@ -16,6 +16,7 @@ import torch
 
 import fedloom
 from fedloom.core.errors import ConfigError, DataError, FedloomError, NeedsError, RunError
+from fedloom.core.tensors import read_tensors, write_tensors
 from fedloom.core.trees import flatten
 from fedloom.data.registry import load as load_data
 from fedloom.models.load import load_model
@@ -23,7 +24,6 @@ from fedloom.runs.checkpoint import digest
 from fedloom.serving.bundle import make_bundle
 from fedloom.serving.join import Service, versions
 from fedloom.serving.remote import Access
-from fedloom.serving.tensors import read_tensors, write_tensors
 
 WAYS = [
     ("fedavg", {}, "home", []),

@@ -9,9 +9,9 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-import safetensors.torch
 from torch import nn
 
+from fedloom.core.tensors import write_tensors
 from fedloom.data.preparation import Preparation
 from fedloom.models.load import form_of, with_preparation
 from fedloom.models.spec import ModelSpec
@@ -47,10 +47,8 @@ def export(
         whole = with_preparation(module.cpu(), preparation)
         return write_portable(folder / stem, form, whole, spec.input_shape, about, preparation, spec.tokens)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    weights = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    metadata = {**about, "format": "pt", **form_of(module)}
     path = folder / f"{stem}.safetensors"
-    write_file(path, safetensors.torch.save(weights, metadata))
+    write_file(path, write_tensors(tensors, {**about, "format": "pt", **form_of(module)}))
     path_of_code = ""
     if _copy_code(spec.name, folder / CODE):
         path_of_code = f'import sys\nsys.path.insert(0, str(Path(__file__).parent / "{CODE}"))\n'

@@ -33,6 +33,7 @@ from fedloom.core.contract import Model as AnyModel
 from fedloom.core.errors import FedloomError, NeedsError, RunError
 from fedloom.core.memory import is_full, total
 from fedloom.core.random import seed_of
+from fedloom.core.tensors import read_tensors, write_tensors
 from fedloom.core.trees import ClientId, Tree, flatten, unflatten
 from fedloom.core.trust import check as check_trust
 from fedloom.core.trust import path_in
@@ -43,7 +44,6 @@ from fedloom.runs.options import RunOptions
 from fedloom.runs.roster import Member, Roster
 from fedloom.serving.archive import CARD, Archive, write_archive
 from fedloom.serving.card import architectures, card_of
-from fedloom.serving.tensors import read_tensors, write_tensors
 from fedloom.training.admission import name_of_newcomer
 from fedloom.training.config import algorithm_of, parse_options
 from fedloom.training.machine import device_of

@@ -22,13 +22,13 @@ from torch import Tensor
 from fedloom import algorithms
 from fedloom.api import Admission, checked_for
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
+from fedloom.core.tensors import read_tensors, write_tensors
 from fedloom.data.samples import samples_from
 from fedloom.runs.checkpoint import digest
 from fedloom.runs.files import to_json, write_file, writing
 from fedloom.runs.portable import SAFETENSORS
 from fedloom.serving.bundle import LOOM, Frame, check_room, usable
 from fedloom.serving.remote import Access, Exchange, Remote
-from fedloom.serving.tensors import read_tensors, write_tensors
 from fedloom.training.admission import admitted
 from fedloom.training.server import Server
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError, DataError, NeedsError
+from fedloom.core.tensors import header_of, read_tensors, write_tensors
 from fedloom.core.trees import ClientId, flatten
 from fedloom.models.load import is_one_network
 from fedloom.serving.bundle import Bundle, Given
-from fedloom.serving.tensors import header_of, read_tensors, write_tensors
 
 HEADER = 1 << 14
 """Bytes that the header of a request's body may have."""
