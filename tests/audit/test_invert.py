@@ -11,7 +11,7 @@ import torch
 from conftest import small_federation
 from fedloom.audit import invert
 from fedloom.audit.invert import attack, counted, sought, variation
-from fedloom.audit.replies import one_step, replies_of
+from fedloom.audit.replies import RATE, one_step, replies_of
 from fedloom.audit.samples import likeness, matched
 from fedloom.core.errors import NeedsError
 
@@ -66,6 +66,18 @@ def test_a_looms_server_finds_samples_of_one_step(
     assert found.verdict.startswith("The attack succeeded")
     assert found.picture.startswith(b"\x89PNG") and len(found.picture) < 100_000
     assert simulation.server.now is before
+
+
+def test_it_is_known_what_a_reply_was_made_from(runs: Any) -> None:
+    """One plain step on just these samples gives the reply."""
+    plain = {"momentum": 0.0, "weight_decay": 0.0, "local_steps": 1, "batch_size": 4, "local_lr": 0.05}
+    simulation = runs("pfedhn", rounds=1, clients=4, **plain).simulation
+    for reply in replies_of(simulation, ["0", "2"], whole=True):
+        assert reply.steps == 1 and len(reply.seen) == 4
+        data, model = simulation.federation, simulation.server.setup.models[reply.client]
+        again = one_step(model, data.task, reply.sent, data.x[reply.seen], data.y[reply.seen])
+        for name, change in again.items():
+            assert torch.allclose(reply.delta[name] / 0.05, change / RATE, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_share": 0.5}, {"keep_local": ("head",)}])

@@ -57,7 +57,7 @@ def attack(simulation: Simulation) -> Finding:
     for at, reply in enumerate(replies):
         rows = own[reply.client]
         other, _ = guesses(simulation, clients, reply.client, found.labels[at : at + 1])
-        true = data.x[rows]
+        true = data.x[reply.seen]
         _add(measures["x"], likeness(found.x[at : at + 1], true, high - low), likeness(other, true, high - low))
         shares = torch.bincount(data.y[rows], minlength=model.num_outputs) / len(rows)
         _add(measures["y"], float(shares[found.labels[at]] > 0), float((shares > 0).double().mean()))
@@ -67,7 +67,7 @@ def attack(simulation: Simulation) -> Finding:
         _add(measures["cx"], likeness(control.x[at : at + 1], true, high - low), likeness(other, true, high - low))
         _add(measures["cy"], float(control.labels[at] == label), 1 / model.num_outputs)
     images = Measure(
-        "likeness to the likest training sample (PSNR, dB)",
+        "likeness to the likest sample that the reply was made from (PSNR, dB)",
         side(*measures["x"], higher=True), side(*measures["cx"], higher=True),
     )  # fmt: skip
     labels = Measure(

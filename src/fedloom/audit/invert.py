@@ -24,7 +24,6 @@ from fedloom.audit.samples import (
     likeness,
     matched,
     picture,
-    training_rows,
 )
 from fedloom.core.contract import Model
 from fedloom.core.errors import NeedsError
@@ -53,8 +52,7 @@ def attack(simulation: Simulation) -> Finding:
     model, (low, high) = server.setup.models[clients[0]], ends(data.x)
     clients = clients[: affordable(model, data.x)]
     replies = replies_of(simulation, clients, whole=True)
-    size = server.config.batch_size
-    number = min(SAMPLES, *(min(reply.steps * size, len(training_rows(simulation, reply.client))) for reply in replies))
+    number = min(SAMPLES, *(len(reply.seen) for reply in replies))
     fresh = model.init(server.setup.common_seed)
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ("run", "now", "first", "one")}
     shown: dict[str, list[Tensor]] = {}
@@ -70,11 +68,11 @@ def attack(simulation: Simulation) -> Finding:
 
     for reply in replies:
         sent, delta = only(reply.sent, model.shapes), only(reply.delta, model.shapes)
-        mine = data.x[training_rows(simulation, reply.client)]
+        true = data.x[reply.seen]
         labels = counted(shares(model, sent, delta, reply.rate, reply.steps), number)
         samples = sought(model, task, sent, delta, labels, (low, high), server.options.seed)
-        compare("run", reply.client, samples, labels, mine)
-        show("the run's replies", samples, mine)
+        compare("run", reply.client, samples, labels, true)
+        show("the run's replies", samples, true)
         drawn = drawn_rows(simulation, reply.client, number)
         for name, start, rows in (("now", sent, drawn), ("first", fresh, drawn), ("one", fresh, drawn[:1])):
             step = one_step(model, task, start, data.x[rows], data.y[rows])
@@ -85,12 +83,12 @@ def attack(simulation: Simulation) -> Finding:
                 show(f"one step on {len(rows)}" if name == "now" else "control", samples, data.x[rows])
 
     run, now, first, one = (side(*values, higher=True) for values in found.values())
-    decisive = Measure("likeness to the likest training samples (PSNR, dB)", run, one)
+    decisive = Measure("likeness to samples that the reply was made from (PSNR, dB)", run, one)
     return Finding(
         "invert",
         server.round,
         sees=f"one reply of each of {len(replies)} clients, made by {in_words([r.steps for r in replies])} in batches "
-        f"of up to {size}, as the server does; {number} samples of each are sought",
+        f"of up to {server.config.batch_size}, as the server does; {number} samples of each are sought",
         knows="what it sent, the network, the rate, the range of samples; a guess is the better of another client's "
         "samples of the same classes and the mean of all of them",
         control="one plain step on one sample of the same client's, from fresh parameters; in the second line on "

@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.core.contract import Batch, Batches, Cohort, Home, Model, Program, sent_params
+from fedloom.core.contract import Batch, Cohort, Home, Model, Program, sent_params
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import key
 from fedloom.core.sparse import change_in
 from fedloom.core.task import Task
 from fedloom.core.training import LocalConfig
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
+from fedloom.engines.job import Job
 from fedloom.models.layers import shaped
 from fedloom.programs.local import local_training
 from fedloom.runs.records import panel
@@ -38,6 +40,8 @@ class Reply(NamedTuple):
     rate: float
     """The sum of what each step's gradient counts for in it, with the momentum."""
     steps: int
+    seen: Tensor
+    """Where the samples are that it was made from: what an attack is judged by, which the server does not know."""
 
 
 class Heads(NamedTuple):
@@ -74,23 +78,24 @@ def replies_of(simulation: Simulation, clients: Sequence[ClientId], *, whole: bo
             "in this run. There is nothing to audit in this way."
         )
     session = simulation.engine.session(server.round + 1, server.now.memory)
-    heard: list[tuple[Program, Tree, PerClient, PerClient]] = []
+    heard: list[tuple[Job, PerClient]] = []
 
     def ask(program: Program, shared: Tree, mine: Any) -> PerClient:
         replies = session.ask(program, shared, mine)
-        heard.append((program, shared, PerClient.of(mine), replies))
+        heard.append((session.job(program, shared, PerClient.of(mine)), replies))  # of the ask that was just made
         return replies
 
     server.algorithm.round(server.setup, server.state, Cohort(server.round + 1, tuple(clients)), ask)
     found = []
-    for program, shared, mine, replies in heard:
+    for job, replies in heard:
         for client in replies:
             model, reply = server.setup.models[client], replies[client]
-            sent, delta = _named(model, config, shared, mine[client], reply)
+            sent, delta = _named(model, config, job.shared, job.mine[client], reply)
             wanted = set(model.shapes) if whole else set(head_of(model))
-            if program.batches and wanted <= set(sent) and wanted <= set(delta):
-                steps = _steps(program.batches, int(reply["num_samples"]))
-                found.append(Reply(client, sent, delta, _rate(config, steps), steps))
+            if job.program.batches and wanted <= set(sent) and wanted <= set(delta):
+                batches = job.schedule(client).rows
+                seen = torch.as_tensor(np.unique(np.concatenate(batches)), device=simulation.federation.device)
+                found.append(Reply(client, sent, delta, _rate(config, len(batches)), len(batches), seen))
     if not found:
         what = "the whole network" if whole else "the output layer"
         raise NeedsError(
@@ -107,10 +112,6 @@ def _named(model: Model, config: Any, shared: Tree, mine: Tree, reply: Tree) -> 
     vector: Tensor = mine["vector"]
     change = change_in({name: leaf[None] for name, leaf in reply.items()}, len(vector))[0]
     return shaped(model, config.keep_local, vector), shaped(model, config.keep_local, change)
-
-
-def _steps(batches: Batches, samples: int) -> int:
-    return batches.epochs * -(-samples // batches.size) if batches.epochs else batches.steps
 
 
 def _rate(config: LocalConfig, steps: int) -> float:
