@@ -193,7 +193,7 @@ def test_the_noise_on_the_quantile_is_paid_for() -> None:
         noise_on_replies(ClientPrivacy(1.0, 1.0, quantile=0.5), 10)
 
 
-@pytest.mark.parametrize("name", ["pfedhn", "scaffold", "local", "fednova"])
+@pytest.mark.parametrize("name", ["hypergenfl", "scaffold", "local", "fednova"])
 def test_methods_that_need_single_replies_are_refused(name: str) -> None:
     with pytest.raises(NeedsError, match="--dp-noise hides that"):
         with_client_privacy(algorithms.get(name), OPEN)
@@ -205,3 +205,81 @@ def test_replies_with_more_than_the_mean_are_refused() -> None:
     setup = setup_of(federation, algorithm.config(batchnorm="averaged"))
     with pytest.raises(NeedsError, match="reply with buffers here, which has no bound"):
         algorithm.round(setup, algorithm.init(setup), Cohort(1, setup.clients), Answers(vectors(2, 10)))
+
+
+class Woven:
+    """pFedHN with private clients, one step of its loom a round, on a small federation before any round."""
+
+    def __init__(self, how: ClientPrivacy, seed: int = 0, **config: Any) -> None:
+        self.algorithm = with_client_privacy(algorithms.get("pfedhn"), how)
+        federation = small_federation(("mlp:hidden=2",))
+        made = {"hidden": 4, "layers": 1, "server_step": "cohort_mean", "server_clip": 0.0, "server_momentum": 0.0,
+                "server_weight_decay": 0.0, "server_lr": 1.0, **config}  # fmt: skip
+        self.setup = setup_of(federation, self.algorithm.config(**made), seed)
+        self.state = self.algorithm.init(self.setup)
+
+    def after(self, answers: torch.Tensor, *, round: int = 1, size: float = 0) -> Any:
+        """The state after a round in which the first clients reply with these changes."""
+
+        def ask(program: Program, shared: Tree, mine: Any) -> PerClient:
+            like = program.expects(shared, mine["0"])["delta"]
+            parts = answers.split([leaf.numel() for leaf in like.values()], dim=1)
+            delta = {n: part.reshape(-1, *leaf.shape) for (n, leaf), part in zip(like.items(), parts)}
+            number = torch.ones(len(answers), dtype=answers.dtype)
+            return PerClient([(tuple(mine), {"delta": delta, "num_samples": number, "loss": number})])
+
+        clients = self.setup.clients[: len(answers)]
+        return self.algorithm.round(self.setup, self.state, Cohort(round, clients, size), ask)[0]
+
+    def moved(self, *arguments: Any, **more: Any) -> torch.Tensor:
+        """What a round adds to the loom, as one vector."""
+        change = tree_map(torch.sub, self.after(*arguments, **more).loom, self.state.loom)
+        return torch.cat([leaf.reshape(-1) for leaf in change.values()])
+
+    @property
+    def size(self) -> int:
+        """Numbers of a client's model."""
+        return self.setup.models["0"].size
+
+
+def test_without_bound_and_noise_a_loom_takes_the_plain_step() -> None:
+    run = Woven(OPEN)
+    answers = vectors(3, run.size)
+    private = run.after(answers)
+    run.algorithm = algorithms.get("pfedhn")
+    run.state = run.algorithm.init(run.setup)
+    plain = run.after(answers)
+    for one, other in zip((*private.loom.values(), private.embeddings), (*plain.loom.values(), plain.embeddings)):
+        assert torch.allclose(one, other, atol=1e-7)
+
+
+def test_no_client_moves_a_loom_by_more_than_the_bound() -> None:
+    """Brute force: with one client more, the loom's summed gradient differs by the bound at most; and nothing of
+    another client's embedding tells of it."""
+    clip, largest = 0.5, 0.0
+    run = Woven(ClientPrivacy(clip, noise=1.0))
+    for seed in range(60):
+        answers = vectors(3, run.size, 10.0 ** (seed % 8 - 3), seed)
+        with_it, without = (run.after(some, size=3) for some in (answers, answers[:2]))
+        gap = torch.cat([(with_it.loom[name] - without.loom[name]).reshape(-1) for name in with_it.loom])
+        assert 3 * float(gap.norm()) <= clip * (1 + 1e-9)
+        assert torch.allclose(with_it.embeddings[:2], without.embeddings[:2], rtol=1e-12, atol=1e-12)
+        assert not torch.equal(with_it.embeddings[2], without.embeddings[2]), "its own is exact"
+        largest = max(largest, 3 * float(gap.norm()))
+    assert largest > 0.99 * clip
+
+
+def test_the_noise_on_a_loom_has_the_deviation_that_is_said() -> None:
+    clip, z, expected = 0.25, 1.5, 4.0
+    run = Woven(ClientPrivacy(clip, z))
+    nothing = torch.zeros(2, run.size, dtype=torch.float64)
+    draws = torch.stack([run.moved(nothing, round=r, size=expected) for r in range(1, 12)])
+    assert draws.std() == pytest.approx(z * clip / expected, rel=4 / math.sqrt(2 * draws.numel()))
+    assert torch.equal(draws[2], run.moved(torch.zeros(0, run.size, dtype=torch.float64), round=3, size=expected))
+
+
+def test_a_loom_that_steps_on_single_replies_is_refused() -> None:
+    with pytest.raises(NeedsError, match="Give --server-step cohort_mean"):
+        Woven(OPEN, server_step="per_client")
+    with pytest.raises(NeedsError, match="asks label_shares besides one change a round"):
+        Woven(OPEN, descriptor="class_shares").after(vectors(2, 5))

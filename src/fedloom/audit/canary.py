@@ -76,6 +76,11 @@ def attack(simulation: Simulation) -> Finding:
         raise NeedsError(
             "Canaries test the promise of --dp-noise, and this run makes none. Audit one that was run with it."
         )
+    if not server.algorithm.means:
+        raise NeedsError(
+            f"Canaries reply with directions that a mean of replies would show, and {server.base.name} has noise on "
+            "gradients of its loom instead. Audit a run of a method that needs only means."
+        )
     setup, rounds = server.setup, server.round
     memory = [Memories()]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any method whose server needs only a mean of replies, with differential privacy for whole clients: ``--dp-noise``.
+"""Differential privacy for whole clients, ``--dp-noise``: of methods whose server needs only a mean, and of looms.
 
 McMahan, Ramage, Talwar, Zhang: Learning differentially private recurrent language models. ICLR 2018 (arXiv:1710.06963).
 The bound that follows a quantile: Andrew, Thakkar, McMahan, Ramaswamy: Differentially private learning with adaptive
@@ -9,6 +9,12 @@ The server, which is trusted, shortens each reply to norm C at most, adds them u
 z C, and divides by the number of clients that a round has on average. The method gets this one mean as if one client
 had replied: neither numbers of samples, nor losses, nor how many answered reach its state. What is made public is the
 server's state, round by round; what z amounts to is worked out by ``privacy.ledger``.
+
+A method that steps a loom once a round on the mean of what it pulls back through it (``Algorithm.one_step``) has all of
+this done to the clients' gradients of the loom, and only to those: a client's embedding takes exact steps along its own
+reply. What others learn of a client, whether they see the loom or the models woven for them, is then private (joint
+differential privacy; Kearns, Pai, Roth, Ullman, ITCS 2014, arXiv:1207.4084; its billboard lemma: Hsu, Huang, Roth,
+Roughgarden, Wu, STOC 2014, arXiv:1311.2828). Its own model need not be hidden from the client itself.
 
 Symbols: z: ``noise``, C: ``State.clip``, gamma: ``quantile``; with it, sigma_b: ``SHARE_NOISE`` of a round's clients.
 
@@ -56,7 +62,7 @@ class ClientPrivacy:
 
 def with_client_privacy(algorithm: Algorithm, how: ClientPrivacy) -> Algorithm:
     """``algorithm``, whose rounds make public nothing but noised sums over clients."""
-    if not algorithm.means:
+    if not algorithm.means and not algorithm.one_step:
         raise NeedsError(
             f"{algorithm.name} uses what single clients reply, and --dp-noise hides that: it is for methods that need "
             'only a mean over clients. `fedloom methods "only means"` lists them.'
@@ -67,7 +73,7 @@ def with_client_privacy(algorithm: Algorithm, how: ClientPrivacy) -> Algorithm:
         name=f"{algorithm.name}, private clients",
         state=namedtuple("State", (*_fields(algorithm), "clip")),
         init=partial(_init, algorithm, how),
-        round=partial(_round, algorithm, how),
+        round=partial(_round if algorithm.means else _round_of_loom, algorithm, how),
         settle=partial(_settle, algorithm) if algorithm.settle else None,
         handover=replace(
             handover,
@@ -95,6 +101,11 @@ def _fields(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def _init(algorithm: Algorithm, how: ClientPrivacy, setup: Setup[Any]) -> Any:
+    if algorithm.one_step and not algorithm.one_step(setup.config):
+        raise NeedsError(
+            f"{algorithm.name} makes a step of its own for each reply here, and a step along a single reply hides "
+            "nothing of it. Give --server-step cohort_mean and a --cohort as large as can be."
+        )
     clip = torch.tensor(how.clip, dtype=setup.dtype, device=setup.device)
     return _with(algorithm.init(setup), clip)
 
@@ -120,10 +131,7 @@ def _round(
     algorithm: Algorithm, how: ClientPrivacy, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
 ) -> tuple[Any, Diagnostics]:
     """The method's round, with one noised mean in the place of all replies."""
-    drawn: Key = Fresh(setup.device) if how.secret else key(setup.seed, cohort.round, "privacy").to(setup.device)
-    expected, clip = float(cohort.size or len(cohort.clients)), state.clip
-    moved: list[Tensor] = []
-    spread = noise_on_replies(how, expected)
+    clip, moved = state.clip, list[Tensor]()
     # nobody was drawn: the noise alone is what the others could have added nothing to
     clients = cohort.clients or setup.clients[:1]
 
@@ -133,23 +141,76 @@ def _round(
         _check(algorithm, program, like, again=bool(moved))
         wanted = {name: like[name] for name in algorithm.means}
         replies = ask(program, shared, mine) if cohort.clients else PerClient(())
-        total, below = _sum(replies, wanted, clip)
-        names = [path for path, _ in leaves(total)]
-        noise = iter([fold(drawn, number) for number in range(len(names) + 1)])
-
-        def noised(leaf: Tensor) -> Tensor:
-            drawn_for_it = normal(next(noise), tuple(leaf.shape), leaf.dtype)
-            return torch.add(leaf, spread * clip * drawn_for_it) / expected
-
-        mean = tree_map(noised, total)
-        share = 0.5 + (below + SHARE_NOISE * expected * normal(next(noise), (), clip.dtype)) / expected
-        moved.append(clip * torch.exp(-BOUND_RATE * (share - how.quantile)) if how.quantile else clip)
+        mean, bound = _noised_mean(how, setup, cohort, replies, wanted, clip)
+        moved.append(bound)
         number = clip.new_ones(1)
         return PerClient([([first], {**tree_map(lambda leaf: leaf[None], mean), "num_samples": number,
                                      "loss": torch.zeros_like(number)})])  # fmt: skip
 
     after, _ = algorithm.round(setup, state, cohort._replace(clients=clients), private)
     return _with(after, moved[0]), {"clip": clip}
+
+
+def _round_of_loom(
+    algorithm: Algorithm, how: ClientPrivacy, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
+) -> tuple[Any, Diagnostics]:
+    """The method's round, whose step of the loom is on one noised mean; embeddings take exact steps."""
+    clip, moved, asked = state.clip, list[Tensor](), list[float]()
+    clients = cohort.clients or setup.clients[:1]
+
+    def heard(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        like = program.expects(shared, mine[clients[0]])
+        if asked or "delta" not in like:
+            raise NeedsError(
+                f"{algorithm.name} asks {program.name} besides one change a round, which --dp-noise does not account "
+                "for. Choose another method, or embeddings that are learned."
+            )
+        if cohort.clients:
+            replies = ask(program, shared, mine)
+        else:  # nobody was drawn: a client that changes nothing, so that there is noise alone
+            replies = PerClient([(clients, tree_map(lambda leaf: torch.zeros_like(leaf)[None], like))])
+        # an embedding steps along its share of the mean; how many answered would tell others of each of them
+        asked.append(len(replies) / _expected(cohort))
+        return PerClient(
+            (some, {**tree, "delta": tree_map(lambda leaf: leaf * asked[0], tree["delta"])})
+            for some, tree in replies.groups
+        )
+
+    def combine(some: Sequence[ClientId], gradients: Tensor) -> Tensor:
+        replies = PerClient([(some, {"gradient": gradients / asked[0]})])
+        mean, bound = _noised_mean(how, setup, cohort, replies, {"gradient": gradients[0]}, clip)
+        moved.append(bound)
+        noised: Tensor = mean["gradient"]
+        return noised
+
+    after, _ = algorithm.round(replace(setup, combine=combine), state, cohort._replace(clients=clients), heard)
+    return _with(after, moved[0]), {"clip": clip}
+
+
+def _expected(cohort: Cohort) -> float:
+    """How many clients a round has on average."""
+    return float(cohort.size or len(cohort.clients))
+
+
+def _noised_mean(
+    how: ClientPrivacy, setup: Setup[Any], cohort: Cohort, replies: PerClient, like: Tree, clip: Tensor
+) -> tuple[Tree, Tensor]:
+    """The noised sum of the replies, none longer than ``clip``, divided by how many there are on average; and the bound
+    of the next round."""
+    drawn: Key = Fresh(setup.device) if how.secret else key(setup.seed, cohort.round, "privacy").to(setup.device)
+    expected = _expected(cohort)
+    spread = noise_on_replies(how, expected)
+    total, below = _sum(replies, like, clip)
+    names = [path for path, _ in leaves(total)]
+    noise = iter([fold(drawn, number) for number in range(len(names) + 1)])
+
+    def noised(leaf: Tensor) -> Tensor:
+        drawn_for_it = normal(next(noise), tuple(leaf.shape), leaf.dtype)
+        return torch.add(leaf, spread * clip * drawn_for_it) / expected
+
+    mean: Tree = tree_map(noised, total)
+    share = 0.5 + (below + SHARE_NOISE * expected * normal(next(noise), (), clip.dtype)) / expected
+    return mean, clip * torch.exp(-BOUND_RATE * (share - how.quantile)) if how.quantile else clip
 
 
 def _check(algorithm: Algorithm, program: Program, like: Tree, again: bool) -> None:

@@ -105,6 +105,12 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
             "them. Keep the run directory to yourself, or hand on its models alone (fedloom bundle).",
             "What clients keep for themselves, such as layers of their own, is in the checkpoints of a simulation.",
         ]
+        if config.get("server_step"):
+            found.append(
+                "Embeddings are exact, each for its own client: the guarantee is towards everybody else who sees the "
+                "loom, or models woven for others. A bundle for participants has all embeddings, and newcomers start "
+                "at their mean; neither is covered."
+            )
     if any(one.from_seed for one in releases):
         found.append(
             "This is a simulation, whose noise follows from its seed: it shows what a guarantee costs. Who knows the "
