@@ -27,6 +27,7 @@ from fedloom.deploy.store import Refusal, Store, write_private
 from fedloom.engines import sequential
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.privacy.ledger import epsilon
 
 X, Y = np.zeros((4, 1, 6, 6)), np.array([0, 1, 2, 0])
 
@@ -264,6 +265,45 @@ def test_a_nodes_own_noise_is_on_what_it_tells_for_adaptation_whatever_the_app_s
     assert not (shares * 4 % 1 == 0).any()
     other = (flatten(replies_of(deployment, "2", "label_shares")[0]) for deployment in (plain, ours))
     assert all(leaf.equal(again) for leaf, again in zip(*(one.values() for one in other)))
+
+
+def test_a_node_hides_its_samples_whatever_the_app_says(tmp_path: Path) -> None:
+    """Client 1's noise is its own: new in every run, with losses left out; the others' replies are as without it."""
+    hidden = {"1": {"sample-dp-clip": 0.1, "sample-dp-noise": 2.0}}
+    plain, once, again = (
+        deployed("fedavg", small_federation(), tmp_path / name, nodes=nodes)
+        for name, nodes in (("plain", {}), ("once", hidden), ("again", hidden))
+    )
+    for deployment in (plain, once, again):
+        deployment.train_round()
+    one, two, three = (flatten(replies_of(deployment, "1", "train")[0]) for deployment in (plain, once, again))
+    assert not any(a.equal(b) or b.equal(c) for a, b, c in zip(*(
+        [tree[path] for path in one if path.startswith("delta")] for tree in (one, two, three))))  # fmt: skip
+    assert float(one["loss"]) > 0 and float(two["loss"]) == 0
+    same = [flatten(replies_of(deployment, "2", "train")[0]) for deployment in (plain, once)]
+    assert all(same[0][path].equal(same[1][path]) for path in same[0])
+
+
+HIDES = {"sample-dp-clip": 0.1, "sample-dp-noise": 2.0}
+PARTS = {"train": (np.random.default_rng(0).random((40, 1, 6, 6)), np.zeros(40, int))}
+
+
+def test_a_node_stops_at_an_epsilon_of_its_own(tmp_path: Path) -> None:
+    """Two passes of 5 steps each at 8 of 40 samples: what is spent is written down first, and counts over all runs."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    assert "error" not in asked_of(tmp_path, "train", PARTS, **HIDES)
+    (spent,) = Store(tmp_path).releases()
+    assert (spent.clients, spent.size, spent.times, spent.unit) == (40, 8, 10, "sample")
+    limit = {"max-epsilon": epsilon([spent, spent], 1e-5) * 1.001, "dp-delta": 1e-5}
+    assert "error" not in asked_of(tmp_path, "train", PARTS, **HIDES, **limit)
+    assert "would spend more than epsilon" in asked_of(tmp_path, "train", PARTS, **HIDES, **limit)["error"]
+    assert len(Store(tmp_path).releases()) == 2
+    assert "is about sample-dp-noise" in asked_of(tmp_path / "b", "train", PARTS, **limit)["error"]
+
+
+def test_a_node_refuses_what_would_not_hide_its_samples(tmp_path: Path) -> None:
+    told = asked_of(tmp_path, "class_means", PARTS, "fedproto", **HIDES)["error"]
+    assert told.startswith("cannot answer: FedProto asks clients for class_means, which computes more")
 
 
 def test_privacy_of_its_own_that_cannot_be_had_keeps_a_node_out(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import difflib
 import json
 import logging
 import re
+import secrets
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -26,10 +27,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
+from fedloom.clients.batching import steps_of
 from fedloom.clients.federation import SPLITS, Client, Federation
 from fedloom.core.config import build, with_implied
 from fedloom.core.contract import Home, Program
-from fedloom.core.errors import ConfigError, DataError
+from fedloom.core.errors import ConfigError, DataError, NeedsError
+from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId, Tree, leaves
 from fedloom.core.wire import encode
 from fedloom.data.preparation import Preparation
@@ -41,12 +44,13 @@ from fedloom.deploy.pact import SUM
 from fedloom.deploy.store import Refusal, Store
 from fedloom.deploy.summing import Member, summing
 from fedloom.engines.acceptance import SPOILT
-from fedloom.engines.job import ClientFault
+from fedloom.engines.job import TRIED, ClientFault
 from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.privacy.ledger import Release, epsilon
 from fedloom.programs.allowed import Evaluation, allowed
 from fedloom.programs.evaluation import EVALUATION
 from fedloom.programs.preparing import PREPARING, preparing
@@ -159,6 +163,8 @@ class Participant:
         if options.threads:
             torch.set_num_threads(options.threads)
         self.config = own_config(settings.config, about)
+        if self.own.max_epsilon and not hides_samples(self.config):
+            raise Refusal("wants max-epsilon, which is about sample-dp-noise; give both, and sample-dp-clip.")
         self.algorithm = algorithm_of(settings.method, options)
         self.sums = summing(settings, self.own)
         self.store, self.name = folder_of(self.own)
@@ -237,9 +243,12 @@ class Participant:
         masking = self._masking(asked)
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
         name = str(asked["client"])
-        reply, after, noised = node.answer(
-            self._engine(name), name, program, asked["stage"], int(asked["ask"]), shared, mine, self._memory(run, start)
-        )
+        self._spend(program)
+        try:
+            reply, after, noised = node.answer(self._engine(name), name, program, asked["stage"], int(asked["ask"]),
+                                               shared, mine, self._memory(run, start))  # fmt: skip
+        except NeedsError as error:  # which says nothing of the data
+            raise Refusal(f"cannot answer: {error}") from error
         self._check_enough(program, reply)
         if self.sums and not masking and any(leaves(reply)) and not program.name.startswith(EVALUATION):
             raise Refusal("tells what it learned only in a secure sum, and was asked for it by itself.")
@@ -253,6 +262,19 @@ class Participant:
             self.store.save(run, end, after, kept)
         ticket = {part: asked[part] for part in ("run", "client", "stage", "ask")}
         return pack({**ticket, "remembers": after is not None}, reply=reply)
+
+    def _spend(self, program: Program) -> None:
+        """Write down what the program's answer spends of the samples' privacy, before it is worked out."""
+        batches, samples = program.batches, len(self.federation.roster[self.name].rows["train"])
+        if not hides_samples(self.config) or batches is None or batches.split in TRIED:
+            return
+        noise, size = self.config.sample_dp_noise, min(self.config.batch_size, samples)
+        one = Release(0, program.name, noise, "poisson", samples, size, secrets.token_hex(8),
+                      steps_of(samples, batches), "sample", (self.name,))  # fmt: skip
+        most = self.own.max_epsilon
+        if most and epsilon([*self.store.releases(), one], self.own.dp_delta) > most:
+            raise Refusal(f"would spend more than epsilon {most:g} on each of its samples, its own max-epsilon.")
+        self.store.release(one)
 
     def _program(self, name: str) -> Program:
         """The program of that name, from this client's own method file and config."""

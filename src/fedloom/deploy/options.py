@@ -128,6 +128,13 @@ class NodeOptions:
     min_batch: int = option(8, "Fewest samples that anything it tells the server may be computed on.", low=1)
     adapt_clip: float | None = option(None, "Its own bound on what it tells for --adapt prior.", low=0)
     adapt_noise: float | None = option(None, "Its own noise on that, in units of the bound.", low=0)
+    max_epsilon: float = option(
+        0.0,
+        "With sample-dp-noise: the most that all its answers in training spend of each sample's privacy, kept count of "
+        "in its folder over all runs; then it refuses. 0: no limit.",
+        low=0,
+    )
+    dp_delta: float = option(1e-5, "Delta for that epsilon; far below 1 / samples.", above=0, high=0.1)
 
     def __post_init__(self) -> None:
         check(self)

@@ -17,6 +17,7 @@ Files are written beside and then renamed: a node that is killed finds the one o
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -26,7 +27,8 @@ from tempfile import mkstemp
 from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
-from fedloom.runs.files import TEMPORARY, write_file, writing
+from fedloom.privacy.ledger import Release, releases_of
+from fedloom.runs.files import TEMPORARY, append, to_json, write_file, writing
 
 KEPT = 100
 """Answers of a run that are kept, to be given again to whoever asks the same."""
@@ -127,6 +129,17 @@ class Store:
         for old in kept[:-KEPT]:
             old.unlink(missing_ok=True)
         return answer
+
+    def releases(self) -> list[Release]:
+        """What this client has told of its samples with noise on it, in all runs."""
+        path = self.folder / "privacy.jsonl"
+        if not path.is_file():
+            return []
+        return releases_of(json.loads(line) for line in path.read_text().splitlines())
+
+    def release(self, one: Release) -> None:
+        """Write down what is about to be told."""
+        append(self.folder / "privacy.jsonl", to_json(one._asdict()))
 
     def _file(self, run: str, version: int) -> Path:
         return self.of_run(run) / f"memory-{version}.safetensors"
