@@ -134,7 +134,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", size)
 
     def media(self, *, scheme: str = "light", kind: str = "screen") -> None:
-        """Light or dark, screen or print."""
+        """Light or dark; screen, print, or "" for what the browser is about to do."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", {"media": kind, "features": features})
 

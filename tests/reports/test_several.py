@@ -174,3 +174,15 @@ def test_a_figure_of_one_run_is_not_of_several(runs: Path) -> None:
         chart([runs], "mix")
     with pytest.raises(ConfigError, match="The figure means is of several runs; give more than one"):
         chart([runs / "fedavg-0"], "means")
+
+
+def test_the_number_of_a_partition_is_swept(tmp_path: Path) -> None:
+    """Such runs are not compared, but the metric against how unlike clients are is a figure of many papers."""
+    for alpha in (10, 0.1, 1):
+        made_run(tmp_path / "alpha" / str(alpha), partition=f"dirichlet:{alpha}")
+    made = chart([tmp_path / "alpha"], "sweep")
+    assert (made.kind, made.x.title, made.data["value"]) == ("lines", "partition, dirichlet", [0.1, 1.0, 10.0])
+    for partition in ("dirichlet:0.1", "classes:2", "iid"):
+        made_run(tmp_path / "kinds" / partition.replace(":", "-"), partition=partition)
+    with pytest.raises(RunError, match="differ in one option with numbers"):
+        chart([tmp_path / "kinds"], "sweep")

@@ -14,6 +14,8 @@ bars, stacked; rows with an interval each."""
 
 MOST_POINTS = 400
 """Of a line: more cannot be told apart on a screen."""
+FEW_POINTS = 12
+"""Of a line: each is marked."""
 MOST_ROWS = 4_000
 """Of all lines of a chart: more make a page heavy."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.core.errors import ConfigError
-from fedloom.reports.charts import Axis, Chart
+from fedloom.reports.charts import FEW_POINTS, Axis, Chart
 from fedloom.runs.files import write_file
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ def _lines(axes: Axes, chart: Chart) -> None:
             thin = chart.size is not None and width <= 1
             axes.plot(
                 x[own], y[own], color=colour, lw=0.6 if thin else 1.6, alpha=0.45 if thin else 1,
-                ls="--" if dashed else "-", label=None if thin else _plain(name), marker="" if len(own) > 1 else "o",
+                ls="--" if dashed else "-", label=None if thin else _plain(name),
+                marker="o" if len(own) <= FEW_POINTS else "", ms=4,
             )  # fmt: skip
             if chart.low:
                 axes.fill_between(x[own], _numbers(chart, chart.low)[own], _numbers(chart, chart.high)[own],

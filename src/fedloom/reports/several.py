@@ -259,8 +259,16 @@ def _follows(name: str, other: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     return len({(repr(own[other]), repr(own[name])) for own in rows}) == len({repr(own[other]) for own in rows})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbered(name: str, values: Sequence[Any]) -> tuple[str, list[float]]:
+    """An option as an axis: its title, and its values as numbers, or those after ``dirichlet:``; "" if it is none."""
+    kinds, numbers = zip(*(value.rpartition(":")[::2] if isinstance(value, str) else ("", value) for value in values))
+    try:
+        found = [float(number) for number in numbers if not isinstance(number, bool)]
+    except (TypeError, ValueError):
+        return "", []
+    if len(found) < len(values) or len(set(kinds)) > 1:
+        return "", []
+    return f"{words(name)}, {kinds[0]}" if kinds[0] else words(name), found
 
 
 def _scaled(number: float | None, found: Several) -> float | None:
@@ -324,29 +332,29 @@ def sweep(found: Several) -> Chart | None:
     for name in sorted(names, key=lambda name: (len({repr(own[name]) for _, own in rows}), name)):
         if any(_follows(name, other, [own for _, own in rows]) for other in options if other != name):
             options.remove(name)
-    if len(options) not in (1, 2) or not all(_is_number(own[name]) for _, own in rows for name in options):
+    named = [_numbered(name, [own[name] for _, own in rows]) for name in options]
+    titles = [title for title, _ in named]
+    if len(options) not in (1, 2) or not all(titles):
         return None
+    places = list(zip(*(numbers for _, numbers in named)))
     left = [words(name) for name in names if name not in options]
     along = f" Along with it changes: {', '.join(left)}." if left else ""
-    known = [(m, own, i) for m, own in rows if (i := m.over_seeds("mean")) is not None]
+    known = [(m, at, i) for (m, _), at in zip(rows, places) if (i := m.over_seeds("mean")) is not None]
+    known.sort(key=lambda one: one[1])
     metric = tested(found.baseline.first)
     if len(options) == 2:
-        first, second = options
-        known.sort(key=lambda one: (one[1][first], one[1][second]))
+        first, second = titles
         data: dict[str, list[Any]] = {
-            "first": [own[first] for _, own, _ in known], "second": [own[second] for _, own, _ in known],
+            "first": [at[0] for _, at, _ in known], "second": [at[1] for _, at, _ in known],
             "metric": [i.mean for *_, i in known],
         }  # fmt: skip
         return Chart(
-            "sweep", f"{words(first).capitalize()} and {words(second)}", f"Mean over clients and seeds.{along}", "heat",
-            data,
-            Axis("first", words(first)), Axis("second", words(second)), metric, written=len(known) <= WRITTEN,
-            height=280,
+            "sweep", f"{first.capitalize()} and {second}", f"Mean over clients and seeds.{along}", "heat", data,
+            Axis("first", first), Axis("second", second), metric, written=len(known) <= WRITTEN, height=280,
         )  # fmt: skip
-    (option,) = options
-    known.sort(key=lambda one: one[1][option])
+    (option,) = titles
     data = {
-        "value": [own[option] for _, own, _ in known], "metric": [i.mean for *_, i in known],
+        "value": [at[0] for _, at, _ in known], "metric": [i.mean for *_, i in known],
         "low": [i.low for *_, i in known], "high": [i.high for *_, i in known],
         "method": [m.first.name for m, *_ in known],
     }  # fmt: skip
@@ -354,8 +362,8 @@ def sweep(found: Several) -> Chart | None:
         f"Mean over clients and seeds; the band is Student's 95% interval over seeds, where there are several.{along}"
     )
     return Chart(
-        "sweep", f"{words(found.baseline.row.metric).capitalize()} against {words(option)}", told, "lines", data,
-        Axis("value", words(option)), metric, Axis("method", "method", "name"), low="low", high="high", height=280,
+        "sweep", f"{words(found.baseline.row.metric).capitalize()} against {option}", told, "lines", data,
+        Axis("value", option), metric, Axis("method", "method", "name"), low="low", high="high", height=280,
     )  # fmt: skip
 
 

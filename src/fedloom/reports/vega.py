@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from fedloom.reports.charts import Axis, Chart, Rule
+from fedloom.reports.charts import FEW_POINTS, Axis, Chart, Rule
 
 Spec = dict[str, Any]
 
@@ -186,7 +186,7 @@ def _lines(chart: Chart) -> Spec:
             "condition": {"test": f"datum[{json.dumps(chart.size.column)}] > 1", "value": 1},
             "value": 0.4,
         }
-    mark = {"type": "line", "strokeWidth": 2, "interpolate": "linear", "point": _has_lone_point(chart)}
+    mark = {"type": "line", "strokeWidth": 2, "interpolate": "linear", "point": _is_sparse(chart)}
     layers.append({"mark": mark, "encoding": line})
     layers += _rules(chart)
     near = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
@@ -201,10 +201,11 @@ def _lines(chart: Chart) -> Spec:
     return {"layer": layers}
 
 
-def _has_lone_point(chart: Chart) -> bool:
-    """Whether a line has a single point, which no stroke shows."""
+def _is_sparse(chart: Chart) -> bool:
+    """Whether points of lines are to be seen: where there are few, or a single one, which no stroke shows."""
     parts = [axis.column for axis in [chart.colour] if axis] + [name for name in (chart.detail, chart.dashed) if name]
-    return 1 in Counter(zip(*(chart.data[name] for name in parts))).values()
+    sizes = Counter(zip(*(chart.data[name] for name in parts))).values() or [chart.rows]
+    return 1 in sizes or max(sizes) <= FEW_POINTS
 
 
 def _ranked(chart: Chart) -> Spec:
