@@ -497,6 +497,18 @@ def test_what_needs_single_replies_is_refused_by_name(method: str, more: dict[st
         read(table_of(method, equal(), secure_aggregation="unsigned", **more))
 
 
+@pytest.mark.parametrize("method", ["fedavg_ft", "fedbabu"])
+def test_clients_that_tune_for_themselves_say_no_more_than_that_they_did(method: str, tmp_path: Path) -> None:
+    plain, ours = deployed(method, equal(), tmp_path / "plain"), summed(tmp_path, method=method)
+    plain.train_round(), ours.train_round()
+    wanted, found = plain.evaluation(), ours.evaluation()
+    assert found.dropped == [] and found.metrics == pytest.approx(wanted.metrics)
+    tuned = [reply for _, asked, reply in letters(ours, "train") if asked["program"] == "tune"]
+    trees = [decode(reply["trees"]["reply"].data) for reply in tuned]
+    assert len(trees) == CLIENTS
+    assert all({name: float(leaf) for name, leaf in tree.items()} == {"num_samples": 1, "loss": 0} for tree in trees)
+
+
 def test_running_statistics_are_no_part_of_a_sum(tmp_path: Path) -> None:
     ours = summed(tmp_path, batchnorm="averaged")
     with pytest.raises(NeedsError, match=r"reply with buffers here.*set batchnorm to local"):

@@ -42,7 +42,7 @@ from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
 from fedloom.deploy.pact import SUM
 from fedloom.deploy.store import Refusal, Store
-from fedloom.deploy.summing import Member, summing
+from fedloom.deploy.summing import Member, summing, unlearned
 from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import TRIED, ClientFault
 from fedloom.engines.machine import Machine
@@ -250,8 +250,8 @@ class Participant:
         except NeedsError as error:  # which says nothing of the data
             raise Refusal(f"cannot answer: {error}") from error
         self._check_enough(program, reply)
-        if self.sums and not masking and any(leaves(reply)) and not program.name.startswith(EVALUATION):
-            raise Refusal("tells what it learned only in a secure sum, and was asked for it by itself.")
+        if self.sums and not masking and not program.name.startswith(EVALUATION):
+            reply = unlearned(reply)
         if noised:
             reply = _on(self.store.once(run, _question(program, asked, shared, mine), reply, self.own.max_answers),
                         self.federation.device)  # fmt: skip

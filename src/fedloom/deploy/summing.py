@@ -286,6 +286,13 @@ def shortened(algorithm: Algorithm, reply: Tree, scale: masks.Scale) -> np.ndarr
     return np.concatenate([change, np.array(more_numbers) * scale.bound])
 
 
+def unlearned(reply: Tree) -> Tree:
+    """A reply that is asked for by itself: that it is there, and nothing besides."""
+    if not set(reply) <= TOLD:
+        raise Refusal("tells what it learned only in a secure sum, and was asked for it by itself.")
+    return {name: torch.full_like(leaf, float(name == "num_samples")) for name, leaf in reply.items()}
+
+
 def in_order(tree: Tree, branches: Collection[str]) -> list[tuple[str, Tensor]]:
     """The tensors of these branches, in an order that both sides have."""
     return sorted(leaves({name: tree[name] for name in branches}))
