@@ -18,6 +18,7 @@ from typing import Any
 
 import fedloom
 from fedloom.adaptation.trial import SIZES
+from fedloom.core.contract import Seeds
 from fedloom.core.errors import ConfigError, FedloomError
 from fedloom.models.load import with_preparation
 from fedloom.runs.portable import write_portable
@@ -33,10 +34,15 @@ def prepare(run: fedloom.Run, folder: Path, mean: float | None = None, std: floa
         raise ConfigError(f"The page is for images, grey or in colours; samples are of shape {roster.input_shape}.")
     if roster.preparation and (mean is not None or std is not None):
         raise ConfigError("The run prepares images itself; leave out --mean and --std.")
-    model = server.setup.models[run.clients[0]]
-    network = server.base.module(
-        server.home_of(model, 0), {"params": state.base["params"], "buffers": state.base["buffers"]}
-    )
+    setup, base, client = server.setup, server.base, run.clients[0]
+    model = setup.models[client]
+    shared, mine = base.send(setup, base.state(**state.base), [client])
+    statistics = model.fresh_buffers()
+    if statistics and not any("buffers" in tree for tree in (shared, mine[client])):
+        raise ConfigError("Clients keep running statistics of their own, which the page has not; take another --model.")
+    memory = {"buffers": statistics, **base.first_memory(model, setup.config, Seeds(0, setup.common_seed))}
+    home = server.home_of(model, 0)
+    network = base.module(home, base.client_deploy(home, shared, mine[client], memory))
     folder.mkdir(parents=True, exist_ok=True)
     about = {"method": server.base.name, "client": "nobody yet", "model": str(model.spec)}
     whole = with_preparation(network.cpu(), roster.preparation)

@@ -76,6 +76,21 @@ def test_the_page_may_only_ask_where_it_came_from() -> None:
 
 
 @pytest.mark.skipif(not HAS_ONNX, reason="needs ONNX")
+@pytest.mark.parametrize(
+    ("method", "options"), [("scaffold", {}), ("hyperfedzero", {"hidden": "16", "chunk_size": 64})]
+)
+def test_the_page_takes_whatever_has_a_global_model(made, tmp_path: Path, method: str, options: dict) -> None:
+    import onnxruntime
+
+    run, _ = made(method, adapt="prior", **options)
+    runpy.run_path(str(PAGE / "prepare.py"))["prepare"](run, tmp_path)
+    x = load_data("digits").x[:9]
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    plain = run.admit(x).model.network(torch.as_tensor(x)).detach().numpy()
+    assert session.run(None, {"x": x})[0] == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.skipif(not HAS_ONNX, reason="needs ONNX")
 def test_a_run_that_prepares_its_images_does_so_in_the_page(tmp_path: Path) -> None:
     import onnxruntime
 
