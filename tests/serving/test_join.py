@@ -114,6 +114,9 @@ def test_without_a_choice_fewer_bytes_are_moved(made, serve, newcomer, tmp_path)
     loom = service.card["parts"]["loom.safetensors"]["bytes"]
     assert service.moved() == {"home": loom, "service": 9 * 2440}
     assert service.join(x, y).way == "service"
+    _, two = made("pfedhn", model="mlp:hidden=8,mlp:hidden=12", admit_rounds=4)
+    other = Service(serve(two).url, cache=tmp_path)
+    assert (other.moved()["service"], other.moved("mlp:hidden=12")["service"]) == (9 * 2440, 9 * 3640)
     service.join(x, y, way="home")
     assert service.moved()["home"] == 0 and service.join(x, y).way == "home"  # it is here by now
 

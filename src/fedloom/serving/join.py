@@ -181,7 +181,7 @@ class Service:
         if not self.frame.joins:
             raise NeedsError(f"{self.card['name']} has no model for clients that took no part in training.")
         self.remote.exchanges = []
-        chosen = self._chosen(way)
+        chosen = self._chosen(way, model)
         with closing(self.remote):
             with usable(self.remote.url):
                 server = self._server(chosen)
@@ -192,18 +192,21 @@ class Service:
                 _ = joined.report, joined.outputs(samples[:1])  # a part that does not fit is found here
         return joined
 
-    def moved(self) -> dict[Way, int]:
-        """The bytes that each way would move, of those that there are; what was downloaded before moves no more."""
+    def moved(self, model: str | None = None) -> dict[Way, int]:
+        """The bytes that each way would move for a network, of those ways that there are.
+
+        What was downloaded before moves no more.
+        """
         ways, found = self.card["ways"], dict[Way, int]()
         if not ways["loom"] or LOOM in self.card["parts"]:
             here = LOOM not in self._sizes or self._kept(LOOM) is not None
             found["home"] = 0 if here else self._sizes[LOOM]
         if ways["vector"]:
-            found["service"] = (2 * int(ways["steps"]) + 1) * self._bytes_of_model()
+            found["service"] = (2 * int(ways["steps"]) + 1) * self._bytes_of(model)
         return found
 
-    def _chosen(self, way: Way) -> Way:
-        moved = self.moved()
+    def _chosen(self, way: Way, model: str | None) -> Way:
+        moved = self.moved(model)
         if way == "auto":
             return min(moved, key=lambda one: (moved[one], one))
         if way not in moved:
@@ -229,9 +232,10 @@ class Service:
     def _elsewhere(self, loom: Any) -> Any:
         return _Elsewhere(loom, self.remote)
 
-    def _bytes_of_model(self) -> int:
-        sizes = [model.size for model in self.frame.setup.architectures.values()]
-        return sizes[0] * self.frame.setup.dtype.itemsize
+    def _bytes_of(self, model: str | None) -> int:
+        sizes = {str(one.spec): one.size for one in self.frame.setup.architectures.values()}
+        size = sizes.get(model or "", next(iter(sizes.values())))  # an unknown one is refused when it is woven
+        return size * self.frame.setup.dtype.itemsize
 
     def _part(self, name: str) -> bytes:
         """A part of the bundle, from the cache or from the service, with the digest that the card names."""
