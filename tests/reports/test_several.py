@@ -186,3 +186,15 @@ def test_the_number_of_a_partition_is_swept(tmp_path: Path) -> None:
         made_run(tmp_path / "kinds" / partition.replace(":", "-"), partition=partition)
     with pytest.raises(RunError, match="differ in one option with numbers"):
         chart([tmp_path / "kinds"], "sweep")
+
+
+def test_runs_with_other_metrics_share_no_axis(tmp_path: Path) -> None:
+    made_run(tmp_path / "shares", method="fedavg", unseen=0)
+    broken(made_run(tmp_path / "errors", method="pfedhn", unseen=0), 0)
+    made = page([tmp_path])
+    assert "metric (rmse, accuracy)" in made.refusal
+    assert [block["type"] for part in made.sections for block in part.blocks if block["type"] == "chart"] == []
+    assert cells(several([tmp_path])).columns[2] == "test rmse or accuracy"
+    assert [tile.note for tile in made.tiles] == ["", ""]  # nobody was held out
+    with pytest.raises(RunError, match="nothing for the figure means: their metrics differ"):
+        chart([tmp_path], "means")

@@ -88,6 +88,8 @@ def _check_number(name: str, charts: Iterable[str], of: str) -> None:
 
 
 WHY = {
+    "means": "their metrics differ",
+    "curves": "nothing was evaluated, or metrics differ",
     "histogram": "it is for ten clients or more",
     "embeddings": "it is of methods with an embedding for each client, and for three clients or more",
     "networks": "it is for runs with several networks",

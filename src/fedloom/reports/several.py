@@ -87,9 +87,14 @@ class Several:
         return found
 
     @property
+    def metrics(self) -> list[str]:
+        """The metric; several where the runs have not the same, which have no axis in common."""
+        return list(dict.fromkeys(words(method.row.metric) for method in self.methods))
+
+    @property
     def share(self) -> bool:
         """Whether the metric is a share of the samples."""
-        return self.baseline.first.is_share
+        return len(self.metrics) == 1 and self.baseline.first.is_share
 
 
 def several(paths: Iterable[Path | str], baseline: str | None = None) -> Several:
@@ -141,7 +146,7 @@ def cells(found: Several) -> Cells:
     pairs = {one.method: one for one in found.paired()}
     share, base = found.share, found.baseline.label
     options = any(_own(method.row) for method in found.methods)
-    metric = f"test {words(found.baseline.row.metric)}{', %' * share}"
+    metric = f"test {' or '.join(found.metrics)}{', %' * share}"
     columns = ["method", *(["options"] if options else []), "seeds", metric, "worst tenth", "newcomers",
                f"difference to {base}", "clients that lose", "MB", "seconds"]  # fmt: skip
     rows = []
@@ -180,8 +185,10 @@ def _own(row: Row) -> dict[str, Any]:
 # charts
 
 
-def means(found: Several) -> Chart:
+def means(found: Several) -> Chart | None:
     """Every method's mean over clients and seeds, with its interval over seeds."""
+    if len(found.metrics) > 1:
+        return None
     known = [(m, i) for m in found.methods if (i := m.over_seeds("mean")) is not None]
     data: dict[str, list[Any]] = {
         "method": [m.label for m, _ in known], "metric": [i.mean for _, i in known], "low": [i.low for _, i in known],
@@ -286,6 +293,8 @@ def _points(number: float, share: bool) -> str:
 
 def curves(found: Several) -> Chart | None:
     """The test metric of every run, and the mean of each method, against rounds, seconds and megabytes."""
+    if len(found.metrics) > 1:
+        return None
     axes = {"rounds": Axis("round", "round", "count"), "megabytes": Axis("megabytes", "MB sent, down and up"),
             "seconds": Axis("seconds", "seconds of training")}  # fmt: skip
     data: dict[str, list[Any]] = {n: [] for n in ("method", "run", "round", "seconds", "megabytes", "metric", "width")}
@@ -325,7 +334,7 @@ def sweep(found: Several) -> Chart | None:
     """The metric against the option in which runs differ; a table of colours where two do."""
     rows = [(method, _own(method.row)) for method in found.methods]
     names = sorted({name for _, own in rows for name in own})
-    if len(rows) < 3 or not all(set(own) == set(names) for _, own in rows):
+    if len(rows) < 3 or len(found.metrics) > 1 or not all(set(own) == set(names) for _, own in rows):
         return None
     # what goes with another option, e.g. the bound that noise comes with, is no axis of its own
     options = list(names)
@@ -427,7 +436,9 @@ def _alone(method: Method) -> str:
 
 def _tile(method: Method, share: bool) -> Tile:
     mean, unseen = method.over_seeds("mean"), method.over_seeds("unseen")
-    note = f"newcomers {_interval(unseen, share)}" if unseen else "no model for newcomers"
+    roster = method.first.roster
+    held_out = roster is not None and any(member.unseen for member in roster.members)
+    note = f"newcomers {_interval(unseen, share)}" if unseen else "no model for newcomers" * held_out
     return Tile(method.label, _interval(mean, share) + "%" * share, note)
 
 

@@ -33,7 +33,7 @@ from fedloom.reports.privacy import statement
 from fedloom.reports.statistics import wilson
 from fedloom.robust import TRIGGERED
 from fedloom.runs.directory import ESTIMATES
-from fedloom.runs.options import RunOptions
+from fedloom.runs.options import PYTHON_DATA, RunOptions
 from fedloom.runs.records import AUDIT
 
 DIVERGED = 3.0
@@ -375,7 +375,11 @@ def _repeat(facts: Facts) -> list[Block]:
         ("SHA-256 of the config", _digest(facts)),
     ]
     blocks: list[Block] = [
-        code_block("The same run again", f"fedloom run --config {shlex.quote(path + '/config.yaml')} --out runs/again"),
+        text_block("Its data were given in Python: give them again, with the options below.")
+        if facts.config.get("dataset") == PYTHON_DATA
+        else code_block(
+            "The same run again", f"fedloom run --config {shlex.quote(path + '/config.yaml')} --out runs/again"
+        ),
         table_block(
             "options",
             "Options of the method, and others that are not the defaults",
