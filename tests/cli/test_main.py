@@ -82,6 +82,28 @@ def test_an_unknown_flag_is_typer_s_to_refuse(cli):
     assert "Traceback" not in outcome.err
 
 
+def test_an_interrupt_that_an_import_made_another_error_of_is_one(cli, monkeypatch):
+    """As in torch's: what is raised while a class is made comes out as a RuntimeError."""
+
+    class Slow:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    def interrupted(*_):
+        type("Made", (), {"slow": Slow()})
+
+    from fedloom.data import registry
+
+    monkeypatch.setattr(registry, "names", interrupted)
+    monkeypatch.setattr("fedloom.data.names", interrupted)
+    for place in ("fedloom.cli.run.with_method", None):
+        with monkeypatch.context() as patch:
+            if place:
+                patch.setattr(place, interrupted)
+            outcome = cli("datasets")
+        assert (outcome.code, "Traceback" in outcome.err) == (130, False)
+
+
 def test_a_bug_keeps_its_traceback(cli, monkeypatch):
     from fedloom.data import registry
 

@@ -15,7 +15,7 @@ import fedloom
 from fedloom import algorithms
 from fedloom.cli import audit, catalogue, data, deploy, look, new, run, runs, serving, tables, tune
 from fedloom.cli.output import INTERRUPTED, USER_ERROR, friendly, sentence_of, tell
-from fedloom.core.interrupts import ignore, take_as_one
+from fedloom.core.interrupts import ignore, is_of_one, take_as_one
 
 METHODS = "--methods"
 EPILOG = "Start with: fedloom run pfedhn --dataset digits --clients 10 --rounds 20"
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands = application(words)
     except Exception as error:  # before typer is there to turn typer.Exit into an exit code
         sentence = sentence_of(error)
+        if sentence is None and is_of_one(error):
+            ignore()
+            sys.exit(INTERRUPTED)
         if sentence is None:
             raise
         tell(sentence)

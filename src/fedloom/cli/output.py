@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import typer
 
 from fedloom.core.errors import FedloomError
-from fedloom.core.interrupts import ignore
+from fedloom.core.interrupts import ignore, is_of_one
 from fedloom.core.memory import is_full, why_full
 
 P = ParamSpec("P")
@@ -32,6 +32,9 @@ def friendly(command: Callable[P, T]) -> Callable[P, T]:
             return command(*args, **kwargs)
         except Exception as error:
             sentence = sentence_of(error)
+            if sentence is None and is_of_one(error):
+                ignore()
+                raise KeyboardInterrupt from None
             if sentence is None:
                 raise
             tell(sentence)

@@ -13,12 +13,17 @@ from types import FrameType
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Interrupt, unless what an interrupt has begun is not over: it would be cut short."""
-    error = sys.exc_info()[1]
+    if not is_of_one(sys.exc_info()[1]):
+        raise KeyboardInterrupt
+
+
+def is_of_one(error: BaseException | None) -> bool:
+    """Whether an error is an interrupt, or came of one: in the body of a class, Python makes another error of it."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
-            return
+            return True
         error = error.__context__
-    raise KeyboardInterrupt
+    return False
 
 
 def take_as_one() -> bool:
