@@ -209,10 +209,13 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _leaks_unsaid() -> Iterator[None]:
-    """Without Python's warnings of files that Ray leaves open."""
+    """Without Python's warnings of files that Ray leaves open, and processes that it does not wait for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        yield
+        try:
+            yield
+        finally:
+            gc.collect()
 
 
 class _Watched(NamedTuple):
@@ -236,7 +239,6 @@ def _stop(ray: Any, watched: _Watched | None, owner: int) -> None:
     try:
         with _leaks_unsaid():
             ray.shutdown()
-            gc.collect()  # Ray's own processes, which it does not wait for
     finally:
         if watched:
             watched.watch.communicate(b"\n")
