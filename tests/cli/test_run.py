@@ -86,7 +86,7 @@ def test_a_preset_wins_over_the_values_of_another_one_in_a_file_and_other_flags_
 def test_seeds_have_directories_of_their_own_and_are_compared(cli):
     outcome = cli("run", "fedavg", *TINY, "--seed", 5, "--seeds", 2, "--out", "many")
     assert sorted(run.name for run in Path("many").iterdir()) == ["seed-5", "seed-6"]
-    assert " ± " in outcome.out
+    assert " ± " in outcome.out and "test accuracy, mean ± standard deviation over seeds" in outcome.out
 
 
 def test_seeds_as_json(cli):

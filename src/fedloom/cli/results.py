@@ -44,7 +44,8 @@ def comparison(paths: Sequence[Path], progress: str, baseline: str | None = None
         metrics = dict.fromkeys(row.metric for row in found.rows)
         numbers = ("best test", "last test", "worst 10%", "unseen", "seconds", "MB sent")
         rows = [(*_who(row), *_numbers(row)) for row in found.rows]
-        table(["method", "options", "seeds", *numbers], rows, title=f"test {' or '.join(metrics)}")
+        spread = ", mean ± standard deviation over seeds" * any(len(row.seeds) > 1 for row in found.rows)
+        table(["method", "options", "seeds", *numbers], rows, title=f"test {' or '.join(metrics)}{spread}")
         for sentence in runs.verdicts():
             typer.echo(sentence)
 
