@@ -491,6 +491,14 @@ def test_clients_are_known_by_their_certificates(made, serve, authority: Path, n
         fedloom.join(at.url, x, y, ca=authority / "other.pem", cache=tmp_path)
 
 
+def test_who_never_begins_with_tls_is_let_go(made, serve, authority: Path) -> None:
+    _, path = made("pfedhn")
+    at = serve(path, tls_cert=authority / "server.pem", tls_key=authority / "server.key", timeout=1.0)
+    parts = urlsplit(at.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as connection:
+        assert not connection.recv(1)  # asyncio's own patience is a minute
+
+
 def test_a_certificate_is_not_a_name_that_a_header_can_say(made, serve) -> None:
     _, path = made("pfedhn")
     at = serve(path)

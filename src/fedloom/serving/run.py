@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +74,7 @@ def server_of(service: Any) -> Any:
     config = uvicorn.Config(
         service,
         http=protocol(settings.timeout),
+        loop="asyncio" if settings.tls_cert else "auto",  # see startup
         ws="none",
         lifespan="off",
         access_log=False,
@@ -97,7 +100,18 @@ def server_of(service: Any) -> Any:
             ) from error
         assert config.ssl is not None
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    return uvicorn.Server(config)
+
+    class Server(uvicorn.Server):
+        """With a time for the TLS handshake, for which asyncio waits a minute."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            loop = asyncio.get_running_loop()
+            if settings.tls_cert:
+                listen = partial(loop.create_server, ssl_handshake_timeout=settings.timeout)
+                loop.create_server = listen  # type: ignore[method-assign]
+            await super().startup(sockets)
+
+    return Server(config)
 
 
 def _supervise(service: Any, listener: socket.socket, workers: int, ready: Callable[[], None]) -> None:
