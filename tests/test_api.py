@@ -873,7 +873,7 @@ def test_labels_of_which_several_may_hold_are_checked(tmp_path: Path) -> None:
     assert "needs zeros and ones of shape (samples, labels)" in told
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "parallel", "parallel_vectorised", "loopback"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "parallel", "parallel_vectorised", "loopback", "ray"])
 def test_windows_are_convolved_over_time_on_every_engine(engine: str, tmp_path: Path) -> None:
     """Waves of two frequencies in any phase, given with their channels last."""
     rng = np.random.default_rng(0)
