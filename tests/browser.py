@@ -64,7 +64,12 @@ class Browser:
         rules = ["--host-resolver-rules=MAP * ~NOTFOUND"] if offline else []
         words = [found, *FLAGS, *rules, f"--user-data-dir={self._home.name}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
-            words, pass_fds=(3, 4), preexec_fn=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            # not as ``pass_fds``: what is at 3 and 4 before, e.g. a font of matplotlib's, may be closed by the fork
+            words,
+            close_fds=False,
+            preexec_fn=place,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         for one in (theirs_in, theirs_out, *high):
             os.close(one)
