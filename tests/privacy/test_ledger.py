@@ -30,13 +30,19 @@ def test_epsilon_is_that_of_two_other_accountants(rate, noise, times, delta, exp
     assert epsilon([release(noise, 1000, 1000 * rate, times)], delta) == pytest.approx(expected, rel=5e-3)
 
 
-def test_the_recipe_names_its_rows_by_what_they_spend() -> None:
-    recipe = read(Path(__file__).parents[2] / "recipes" / "privacy-fashion-mnist.yaml")
-    shared, named = recipe.options, [row for row in recipe.rows if row.name.startswith("epsilon")]
-    assert len(named) == 4
+@pytest.mark.parametrize(("name", "rows"), [("fashion-mnist", 4), ("looms-digits", 2), ("samples-digits", 3)])
+def test_recipes_name_their_rows_by_what_they_spend(name: str, rows: int) -> None:
+    """Of samples, for a client with 125 of them."""
+    recipe = read(Path(__file__).parents[2] / "recipes" / f"privacy-{name}.yaml")
+    named = [row for row in recipe.rows if row.name.startswith("epsilon")]
+    assert len(named) == rows
     for row in named:
-        noise = row.options["dp_noise"]
-        spent = epsilon([release(noise, shared["clients"], shared["cohort"], shared["rounds"])], 1e-5)
+        options = {"dp_delta": 1e-5, **recipe.options, **row.options}
+        if noise := options.get("sample_dp_noise"):
+            likely, times = (125, options["batch_size"]), options["rounds"] * options["local_steps"]
+        else:
+            noise, likely, times = options["dp_noise"], (options["clients"], options["cohort"]), options["rounds"]
+        spent = epsilon([release(noise, *likely, times)], options["dp_delta"])
         assert row.name == f"epsilon {spent:.3g} (noise {noise:g})"
 
 

@@ -11,6 +11,7 @@ from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.privacy.ledger import epsilon, releases_of, worst
 from fedloom.reports.privacy import statement
 from fedloom.runs.directory import PRIVACY
+from fedloom.serving.bundle import Bundle, make_bundle
 
 pytest.importorskip("dp_accounting", reason="needs the extra privacy")
 OPTIONS = {
@@ -162,6 +163,20 @@ def test_both_units_are_accounted_for_side_by_side(tmp_path) -> None:
     told = statement(run.directory.config, released(run))
     alone = statement({"dp_noise": 1.0}, [line for line in released(run) if line["unit"] == "client"])
     assert told.epsilon == alone.epsilon and told.sample_epsilon
+
+
+def test_a_loom_hides_clients_and_its_bundle_says_what_it_does_not_hide(tmp_path) -> None:
+    options = {**OPTIONS, "rounds": 2, "hidden": 4, "layers": 1, "server_step": "cohort_mean"}
+    run = fedloom.run("pfedhn", out=tmp_path / "run", **options)
+    assert [(line["round"], line["noise"], line["size"]) for line in released(run)] == [(1, 1.0, 4), (2, 1.0, 4)]
+    assert all("local_loss" not in record["diagnostics"] for record in run.directory.records())
+    told = statement(run.directory.config, released(run))
+    assert told.covered[0].startswith("The loom of this run, with the models woven for all other clients: epsilon")
+    assert any("Embeddings are exact" in sentence for sentence in told.not_covered)
+    card = Bundle(make_bundle(run, tmp_path / "made.zip")).card
+    assert any("Embeddings are exact" in sentence for sentence in card["privacy"])
+    with pytest.raises(NeedsError, match="--server-step cohort_mean"):
+        fedloom.run("pfedhn", out=tmp_path / "none", **{**options, "server_step": "per_client"})
 
 
 def test_laplace_noise_is_written_down_without_an_epsilon(tmp_path) -> None:

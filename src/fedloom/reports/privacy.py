@@ -71,6 +71,8 @@ def _listed(releases: Sequence[Release]) -> list[Kind]:
 
 def _of_clients(config: Mapping[str, Any], releases: Sequence[Release], found: float, delta: float) -> str:
     what = "The models of this run" if config.get("dp_noise") else "What participants told for the calibration"
+    if config.get("dp_noise") and config.get("server_step"):
+        what = "The loom of this run, with the models woven for all other clients"
     sampled_fixed = any(one.sampling == "fixed" and one.size < one.clients for one in releases)
     other = "its data were any others" if sampled_fixed else "it had taken no part"
     return (
