@@ -611,7 +611,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[FedloomError], str]] = {
     "classes of a regression": (
         {"dataset": regression(), "partition": "classes:2"},
         ConfigError,
-        "splits by class, but the labels are real",
+        "splits by class, but samples have no single class",
     ),
     "shift": ({"unseen": 1, "unseen_shift": "blurr"}, ConfigError, "Unknown shift 'blurr'; did you mean 'blur'"),
     "shift of features": ({"dataset": features(), "unseen": 1, "unseen_shift": "blur"}, DataError, "needs images"),
