@@ -36,9 +36,12 @@ from fedloom.deploy.roster import grown, in_order
 from fedloom.engines.memories import Memories
 from fedloom.models.load import load_model
 from fedloom.models.size_only import SizeOnly
+from fedloom.privacy.ledger import releases_of
 from fedloom.programs.labels import label_shares
 from fedloom.progress import Quiet, display
 from fedloom.runs.directory import PRIVACY, RunDirectory
+from fedloom.training.account import Account
+from fedloom.training.config import flat_config
 
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
 
@@ -698,3 +701,19 @@ def test_a_deployments_run_is_looked_at_like_any_other(tmp_path: Path, monkeypat
     assert who["rows"][0][0:2] == ["1", "late"] and "did not answer" in who["rows"][0][-1]
     assert {"curves", "clients", "embeddings", "traffic"} <= set(charts_of(follower.facts))
     assert not any(member.labels for member in follower.facts.members.values())
+
+
+def test_a_server_writes_down_what_nodes_tell_of_their_samples_and_stops_in_time(tmp_path: Path) -> None:
+    """Numbers of samples are those that clients told when they joined; each ask of theirs is a secret draw."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    hidden = {"sample-dp-noise": 2.0, "sample-dp-clip": 0.5, "max-epsilon": 30.0, "rounds": 500, "batch-size": 4}
+    ours = deployed("fedavg", small_federation(), tmp_path, **hidden)
+    config = flat_config(ours.server.method, ours.server.options, ours.server.config)
+    directory = RunDirectory.create(tmp_path / "run", config)
+    account = Account(ours, directory)
+    assert 0 < account.last_round() < 500
+    for _ in range(2):
+        ours.train_round()
+    found = releases_of(directory.lines(PRIVACY))
+    assert [(one.round, one.who, one.clients) for one in found][:2] == [(1, ("0",), 9), (1, ("1",), 4)]
+    assert len({one.draw for one in found}) == 2 and not any(one.from_seed for one in found)
