@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_the_noise_on_the_quantile_is_paid_for() -> None:
         noise_on_replies(ClientPrivacy(1.0, 1.0, quantile=0.5), 10)
 
 
-@pytest.mark.parametrize("name", ["hypergenfl", "scaffold", "local", "fednova"])
+@pytest.mark.parametrize("name", ["hypergenfl", "scaffold", "local", "fednova", "pfedlhn"])
 def test_methods_that_need_single_replies_are_refused(name: str) -> None:
     with pytest.raises(NeedsError, match="--dp-noise hides that"):
         with_client_privacy(algorithms.get(name), OPEN)
@@ -205,6 +206,43 @@ def test_replies_with_more_than_the_mean_are_refused() -> None:
     setup = setup_of(federation, algorithm.config(batchnorm="averaged"))
     with pytest.raises(NeedsError, match="reply with buffers here, which has no bound"):
         algorithm.round(setup, algorithm.init(setup), Cohort(1, setup.clients), Answers(vectors(2, 10)))
+
+
+def test_those_who_train_besides_the_cohort_are_refused() -> None:
+    """They would enter the mean in every round, and the ledger counts one in so many."""
+    algorithm = with_client_privacy(algorithms.get("pfedme"), OPEN)
+    federation = small_federation(("mlp:hidden=5",))
+    with pytest.raises(NeedsError, match="besides one mean a round"):
+        play(algorithm, federation, rounds=1, cohorts=[["0", "1"]], everybody_trains=True)
+
+
+def test_what_clients_tell_between_rounds_is_hidden_or_refused() -> None:
+    """FedBN's newcomers get the mean of the participants' normalisation layers, without noise."""
+    algorithm = with_client_privacy(algorithms.get("fedbn"), OPEN)
+    with pytest.raises(NeedsError, match="tell norm between rounds"):
+        play(algorithm, small_federation(("testnets:Normed",)), rounds=1).settle()
+    play(algorithm, small_federation(("mlp:hidden=5",)), rounds=1).settle()
+    tuned = with_client_privacy(algorithms.get("fedavg_ft"), OPEN)
+    play(tuned, small_federation(("testnets:Normed",)), rounds=1).settle()
+
+
+ONE_STEP = [name for name in algorithms.names() if algorithms.get(name).one_step]
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_a_method_that_declares_one_step_has_it_combined(name: str) -> None:
+    """Its loom steps along what ``Setup.combine`` gives, and on nothing else."""
+    algorithm, combined = algorithms.get(name), list[int]()
+    federation = small_federation(models_for(algorithm, "mlp:hidden=5"))
+    played = play(algorithm, federation, rounds=1, server_step="cohort_mean")
+
+    def combine(clients: Any, gradients: torch.Tensor) -> torch.Tensor:
+        combined.append(len(clients))
+        return torch.zeros_like(gradients[0])
+
+    cohort = Cohort(2, played.setup.clients)
+    algorithm.round(replace(played.setup, combine=combine), played.state, cohort, played.session(2).ask)
+    assert combined == [len(cohort.clients)]
 
 
 class Woven:

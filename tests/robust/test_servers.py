@@ -134,6 +134,8 @@ def test_a_lie_does_not_shorten_the_steps_of_others(tmp_path: Path) -> None:
         ("pfedhn", {**LOOM, "model": "mlp:hidden=4,mlp:hidden=5"}, "Give one --model"),
         ("mh_pfedhn", {"server_step": "cohort_mean"}, "only means"),
         ("hypergenfl", {}, "only means"),
+        ("pfedlhn", {"server_step": "cohort_mean"}, "only means"),
+        ("pfedme", {"everybody_trains": True, "cohort": 5}, "besides one mean a round"),
     ],
 )
 def test_methods_without_one_step_have_no_rule(method: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:

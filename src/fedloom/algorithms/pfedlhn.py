@@ -181,6 +181,7 @@ ALGORITHM = replace(
     init=init,
     send=send,
     round=round,
+    one_step=None,
     programs=programs,
     admit=admit,
     embeddings=None,

@@ -23,6 +23,7 @@ weigh equally, as in the paper; in the code by their samples. Newcomers are not 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +33,10 @@ from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
 from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.core.errors import RoundError
 from fedloom.core.optim import Optimiser
 from fedloom.core.training import Training, pulled, remember, report, train_step
-from fedloom.core.trees import Params, PerClient, Tree, tree_map
+from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.programs import local, personal
 
 
@@ -69,17 +71,15 @@ class Config(fedavg.Config):
 def round(setup: Setup[Config], state: fedavg.State, cohort: Cohort, ask: Ask) -> tuple[fedavg.State, Diagnostics]:
     """Algorithm 1: w <- (1 - beta) w + beta times the mean of the cohort's w_i."""
     config = setup.config
-    asked = setup.clients if config.everybody_trains else cohort.clients
-    replies = ask(training(config), *fedavg.send(setup, state, asked))
-    diagnostics = {"local_loss": mean_loss(replies)}
-    members = set(cohort.clients)
-    heard = [client for client in replies if client in members]
-    if not heard:  # others trained, who are not averaged
-        return state, diagnostics
-    averaged = PerClient([(heard, replies.pick(heard))])
-    change = weighted_mean(averaged, "delta", weight=None)
+    replies = ask(training(config), *fedavg.send(setup, state, cohort.clients))
+    change = weighted_mean(replies, "delta", weight=None)
     params = tree_map(lambda p, d: p + config.server_lr * d, state.params, change)
-    return fedavg.State(params, fedavg.average_buffers(setup, state.buffers, averaged, weight=None)), diagnostics
+    buffers = fedavg.average_buffers(setup, state.buffers, replies, weight=None)
+    others = [client for client in setup.clients if client not in set(cohort.clients)]
+    if config.everybody_trains and others:
+        with suppress(RoundError):  # nothing that they reply is used
+            ask(training(config), *fedavg.send(setup, state, others))
+    return fedavg.State(params, buffers), {"local_loss": mean_loss(replies)}
 
 
 def training(config: Config) -> Program:

@@ -118,7 +118,17 @@ def _with(state: Any, clip: Tensor) -> Any:
 
 def _settle(algorithm: Algorithm, setup: Setup[Any], state: Any, ask: Ask) -> Any:
     assert algorithm.settle is not None
-    return _with(algorithm.settle(setup, state, ask), state.clip)
+
+    def silent(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        more = sorted(set(program.expects(shared, mine[next(iter(mine))])) - TOLD)
+        if more:
+            raise NeedsError(
+                f"Clients of {algorithm.name} tell {', '.join(more)} between rounds here, which --dp-noise does not "
+                "hide. Choose another method, or a --model without normalisation layers."
+            )
+        return ask(program, shared, mine)
+
+    return _with(algorithm.settle(setup, state, silent), state.clip)
 
 
 def _handed_on(algorithm: Algorithm, hand_on: Callable[[Any, Any], Any], setup: Setup[Any], state: Any) -> Any:

@@ -49,6 +49,11 @@ def _round(
     told: dict[str, Table | Tensor] = {}
 
     def robust(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        if told:
+            raise NeedsError(
+                f"{algorithm.name} asks {program.name} besides one mean a round here, and --aggregate combines one. "
+                "Leave out what asks others than the cohort, such as --everybody-trains."
+            )
         replies = ask(program, shared, mine)
         ((clients, tree),) = replies.groups  # methods of means have one architecture
         branches = {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
