@@ -2,6 +2,7 @@
 """Data flows one way: a folder imports only from folders before it, and importing fedloom is light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,13 @@ def test_imports_go_from_later_to_earlier(path: Path) -> None:
     assert not {name for name in imported(path) if ORDER.index(name) > here}
     if part(path) == "algorithms":
         assert not imported(path) & {"engines", "data", "cli"}
+
+
+def test_nothing_outside_an_engine_writes_into_it() -> None:
+    written = re.compile(r"\bengine\.\w+(\[[^]]*\])?( *[-+|*/]?=[^=]|, .* = )")
+    assert written.search("        trainer.engine.before_ask = tell") and not written.search("if engine.name == 'ray':")
+    others = [path for path in FILES if part(path) != "engines"]
+    assert not [(path.name, line) for path in others for line in path.read_text().splitlines() if written.search(line)]
 
 
 def test_torchvision_is_never_imported() -> None:

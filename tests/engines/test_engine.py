@@ -89,6 +89,16 @@ def test_a_dropped_client_keeps_the_memory_it_had() -> None:
     assert all(torch.equal(value, before[path]) for path, value in flatten(session.memory["1"]).items())
 
 
+def test_what_is_done_before_an_ask_is_the_sessions_not_the_engines() -> None:
+    federation = small_federation()
+    setup = play(FEDAVG, federation, rounds=0).setup
+    engine = ENGINES["sequential"](federation, FEDAVG, setup.config, 0)
+    sent, told = FEDAVG.send(setup, FEDAVG.init(setup), ("0",)), []
+    for stage, before_ask in ((1, told.append), (2, None)):
+        engine.session(stage, Memories(), before_ask=before_ask).ask(local_training(setup.config), *sent)
+    assert [(job.moment.stage, job.clients) for job in told] == [(1, ("0",))]
+
+
 def test_something_that_is_not_a_tensor_is_refused_before_it_is_sent() -> None:
     federation = small_federation()
     config = FEDAVG.config()

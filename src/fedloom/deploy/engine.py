@@ -70,7 +70,8 @@ class Flower(AbstractEngine):
 
     ``samples`` are the participants' numbers of samples as they told them when they joined; ``weights`` are those
     numbers as they count, whatever replies claim. ``kept(client)`` are the versions that checkpoints count on, which
-    the client must not forget. ``waited()`` says how long each client's last reply took.
+    the client must not forget. ``preparation()`` says as JSON how clients are to prepare raw samples, ``waited()`` how
+    long each client's last reply took.
     """
 
     name = "flower"
@@ -86,14 +87,14 @@ class Flower(AbstractEngine):
         rules: Rules,
         samples: Mapping[ClientId, int],
         kept: Callable[[ClientId], Iterable[int]],
+        preparation: Callable[[], str],
         waited: Callable[[], Mapping[ClientId, float]] = dict,
     ) -> None:
         super().__init__(federation, algorithm, config, seed)
         self.run, self.exchange, self.rules, self.kept, self.waited = run, exchange, rules, kept, waited
+        self.preparation = preparation
         self.samples, self.weights = samples, weights_of(samples, rules.max_weight)
         self._newest = 0
-        self.preparation = ""
-        """How clients are to prepare raw samples, as JSON."""
 
     def check_enough(self, session: Session, program: Program, asked: int, replies: PerClient) -> None:
         """As ``AbstractEngine.check_enough``; a round with fewer usable replies than the quorum does not count.
@@ -162,13 +163,14 @@ class Flower(AbstractEngine):
 
     def content(self, job: Job, client: ClientId, new: int, **more: str | int) -> RecordDict:
         """An ask."""
+        preparation = self.preparation()
         facts: dict[str, str | int] = {
             **self.ticket(job, client),
             **more,
             "program": job.program.name,
             "from_version": int(job.memories[client][VERSION]),
             "to_version": new,
-            **({"preparation": self.preparation} if self.preparation else {}),
+            **({"preparation": preparation} if preparation else {}),
             "kept_versions": " ".join(map(str, sorted(self.kept(client)))),
         }
         return pack(facts, shared=job.shared, mine=job.mine[client])

@@ -290,6 +290,8 @@ class Deployment(Trainer):
         if options.threads:
             torch.set_num_threads(options.threads)
         self.known = Known.of(settings)
+        self.preparation = ""
+        """How clients are to prepare raw samples, as JSON."""
         self.server_samples = self.known.server_samples(settings)
         self._versions: dict[int, dict[ClientId, int]] = {}
         """The clients' memories that each kept checkpoint counts on, by round."""
@@ -335,7 +337,7 @@ class Deployment(Trainer):
         told = {one.client: one.samples for one in self.greetings if one.role == "participant"}
         return Flower(
             federation, algorithm_of(method, options), config, options.seed, self.lobby.run, self.lobby.exchange, rules,
-            told, self._kept_versions, lambda: self.lobby.waited,
+            told, self._kept_versions, lambda: self.preparation, lambda: self.lobby.waited,
         )  # fmt: skip
 
     @property
@@ -353,7 +355,7 @@ class Deployment(Trainer):
         given = self.settings.preparation
         if given is None:
             return
-        session = self.engine.session("preparation", self.now.memory)
+        session = self.session("preparation", self.now.memory)
         replies = session.ask(preparing(given), {}, PerClient.empty(self.present))
         found = sums_of(dict(replies), self.engine.weights, missing=given.kind == "table")
         self.prepare_by(given.fitted(found))
@@ -361,7 +363,7 @@ class Deployment(Trainer):
     def prepare_by(self, preparation: Preparation | None) -> None:
         """Have clients prepare raw samples in that way."""
         self.server.roster = self.server.roster._replace(preparation=preparation)
-        self.engine.preparation = preparation.as_text() if preparation else ""
+        self.preparation = preparation.as_text() if preparation else ""
 
     def train_round(self) -> dict[str, Any]:
         """One round with those who are connected; done again where too few answer."""
@@ -419,7 +421,7 @@ class Deployment(Trainer):
 
     def _admit_each(self, newcomers: Sequence[ClientId], memory: Memories) -> tuple[Sent, Memories]:
         """Admit all at once; where that fails one by one, so that nobody's fault is another's."""
-        session = self.engine.session("admission", memory)
+        session = self.session("admission", memory)
         try:
             sent = self.server.admit(session, newcomers)
         except Exception as error:
@@ -521,8 +523,7 @@ class Deployment(Trainer):
         cohort = self.settings.run.cohort_of(clients, self.server.algorithm.cohort)
         self.server.options = replace(self.server.options, clients=clients, cohort=cohort)
         self.server.now, self.server.settled = now if state is None else now._replace(state=state), settled
-        written_down, self.engine = self.engine.before_ask, self._engine(federation)
-        self.engine.before_ask = written_down
+        self.engine = self._engine(federation)
         self.prepare_by(preparation)
         self.roster_is_new = True
 
@@ -565,7 +566,7 @@ class Deployment(Trainer):
                     "run": self.lobby.run,
                     "client": client,
                     "from_version": int(versions[client]),
-                    "preparation": self.engine.preparation,
+                    "preparation": self.preparation,
                 },
                 shared=sent.shared,
                 mine=sent.mine[client],

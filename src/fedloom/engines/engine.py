@@ -76,8 +76,6 @@ class AbstractEngine(abc.ABC):
         self.machine = machine or Machine()
         self.notes: list[str] = []
         """What users should know of how clients are run; each is said once."""
-        self.before_ask: Callable[[Job], None] = lambda job: None
-        """Called with each ask, before anybody is asked."""
         if federation.device.type == "cpu":
             keep_freed_memory()
 
@@ -102,6 +100,7 @@ class AbstractEngine(abc.ABC):
         trusting: bool = False,
         secret_noise: bool = False,
         asks: int = 0,
+        before_ask: Callable[[Job], None] | None = None,
     ) -> Session:
         """A stage of a run begins. ``stage`` is part of the name of every random stream.
 
@@ -112,10 +111,11 @@ class AbstractEngine(abc.ABC):
             trusting: Replies are taken to be finite; whether they are goes to the session's ``checks``.
             secret_noise: Noise for privacy does not follow from the seed.
             asks: Which ask of the stage came before, for a client that hears of one ask alone.
+            before_ask: Called with each ask, before anybody is asked.
         """
         self.machine.take_over(self.federation.device)
         return Session(self, stage, memory.copy(), federation or self.federation, rounds_left, trusting, secret_noise,
-                       asks)  # fmt: skip
+                       asks, before_ask)  # fmt: skip
 
     def first_memory(self, federation: Federation, client: ClientId) -> Tree:
         """What a client remembers before its first ask."""
@@ -162,12 +162,14 @@ class Session:
         trusting: bool,
         secret_noise: bool,
         asks: int,
+        before_ask: Callable[[Job], None] | None,
     ) -> None:
         self.engine, self.stage, self.memory, self.federation = engine, stage, memory, federation
         self.stats = Stats()
         self.checks: list[Tensor] = []
         """Of a trusting session: () bool each, whether replies were finite, for the caller to read later."""
-        self._rounds_left, self._trusting, self._secret_noise, self.asks = rounds_left, trusting, secret_noise, asks
+        self._rounds_left, self.trusting, self._secret_noise, self.asks = rounds_left, trusting, secret_noise, asks
+        self._before_ask = before_ask
 
     def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
@@ -187,7 +189,8 @@ class Session:
         job = self.job(program, shared, mine)
         if job.hides_samples:
             self.engine.check_hidden(job)
-        self.engine.before_ask(job)
+        if self._before_ask:
+            self._before_ask(job)
         for outcome in self.engine.answer(job):
             stats.dropped += outcome.dropped
             stats.seconds.update(outcome.seconds)
@@ -224,7 +227,7 @@ class Session:
             reasons = refusals(expected, replies, number, self.federation.dtype)
             if not any(reasons):
                 found = self.engine.replay(("finite", number), partial(finite, number, device), replies, kept)
-                if self._trusting:
+                if self.trusting:
                     self.checks.append(found.all())
                 elif not bool(found.all()):  # or finite numbers with too large a sum
                     fine, sound = finite(number, device, replies, kept, exactly=True).tolist()

@@ -55,7 +55,7 @@ class Account:
         self._known = set(releases_of(directory.lines(PRIVACY)))
         for one in hiding(self._known, "sample"):
             self._steps.update(dict.fromkeys(one.who, one.times))
-        trainer.engine.before_ask = partial(_tell, weakref.ref(self))
+        trainer.before_ask = partial(_tell, weakref.ref(self))
 
     def last_round(self) -> int:
         """The round after which training ends: that of ``--rounds``, or the last one within ``--max-epsilon``."""
@@ -203,7 +203,7 @@ class Account:
 
 
 def _tell(account: weakref.ref[Account], job: Job) -> None:
-    """The engine outlives the account, which holds on to it: else nobody would ever let go of a run."""
+    """The trainer does not hold on to the account, which holds on to it: else a run would not be let go of at once."""
     found = account()
     if found is not None:
         found.asked(job)

@@ -16,7 +16,7 @@ from fedloom.core.contract import Cohort, Diagnostics, Table
 from fedloom.core.errors import DivergedError
 from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId
-from fedloom.engines.engine import AbstractEngine, Stats
+from fedloom.engines.engine import Session, Stats
 from fedloom.engines.graphs import Reading
 from fedloom.runs.records import by_client, seconds_by_client, table_record
 from fedloom.training.server import Mark, Server
@@ -64,13 +64,9 @@ class PendingRound(NamedTuple):
         }
 
 
-def run_round(
-    server: Server, engine: AbstractEngine, start: Mark, cohort: tuple[ClientId, ...], *, trusting: bool = False
-) -> PendingRound:
-    """The round after ``start``; ``trusting``: its checks are not read yet. Nothing else is changed."""
+def run_round(server: Server, session: Session, start: Mark, cohort: tuple[ClientId, ...]) -> PendingRound:
+    """The round after ``start``, in its session; of a trusting one no check is read yet. Nothing else is changed."""
     number, setup = start.round + 1, server.setup
-    left = server.options.rounds - start.round
-    session = engine.session(number, start.memory, rounds_left=left, trusting=trusting)
     since = time.perf_counter()
     size = float(server.options.cohort) if server.options.sampling == "poisson" else 0.0
     state, diagnostics = server.algorithm.round(setup, start.state, Cohort(number, cohort, size), session.ask)
@@ -78,7 +74,7 @@ def run_round(
         diagnostics = {name: value for name, value in diagnostics.items() if name != "local_loss"}
     changed = dict(enumerate(_changed(start.state._asdict(), state._asdict())))
     finite = setup.replay("finite state", partial(_finite, setup.device), changed)
-    if not trusting and not bool(finite):
+    if not session.trusting and not bool(finite):
         raise DivergedError(
             f"Round {number} would leave the server with NaN or Inf: training diverged, or a client's reply was "
             "absurd. The last checkpoint is intact: resume if a client was the cause; if training diverged, start a "
@@ -93,7 +89,7 @@ def run_round(
     checks = [finite, *session.checks]
     reading = Reading([*checks, *(n for n in diagnostics.values() if isinstance(n, Tensor))])
     end = Mark(number, state, session.memory)
-    parts = {} if trusting else seconds
+    parts = {} if session.trusting else seconds
     return PendingRound(start, end, cohort, stats, since, parts, diagnostics, reading, len(checks))
 
 

@@ -221,7 +221,7 @@ class Simulation(Trainer):
             draw = stream(self.server.options.seed, client, "samples of a newcomer")
             kept = draw.permutation(own["train"])[:samples]
             roster[client] = replace(roster[client], rows={**own, "train": np.sort(kept)})
-        session = self.engine.session("admission", memory, federation=replace(shown, roster=roster))
+        session = self.session("admission", memory, federation=replace(shown, roster=roster))
         return self.server.admit(session, newcomers), session.memory
 
 

@@ -7,7 +7,7 @@ It is the same for clients in this process (``Simulation``) and on other machine
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from fedloom.core.errors import ConfigError, NeedsError, RoundError
 from fedloom.core.memory import is_full, why_full
 from fedloom.core.random import secret_stream, stream
 from fedloom.core.trees import ClientId, PerClient, Tree, flatten
-from fedloom.engines.engine import AbstractEngine
-from fedloom.engines.job import Dropped
+from fedloom.engines.engine import AbstractEngine, Session
+from fedloom.engines.job import Dropped, Job
 from fedloom.engines.memories import Memories
 from fedloom.metrics.handed_on import evaluate_handed_on
 from fedloom.metrics.summary import Group, summarise
@@ -131,6 +131,8 @@ class Trainer:
             check_cohort(server.options.aggregate, server.options.cohort)
         self.notes: Sequence[str] = ()
         """What users should know of the federation."""
+        self.before_ask: Callable[[Job], None] | None = None
+        """Called with each ask of the run, before anybody is asked."""
         self._ahead = LookAhead(self) if looks_ahead else None
         self._noted: dict[int, list[str]] = {}
         """What the engine noted in rounds that have no record yet: it says it once, though a round is given up."""
@@ -165,6 +167,10 @@ class Trainer:
         """Whether an evaluation follows on that round."""
         return round % self.eval_every == 0 or round >= self.last_round
 
+    def session(self, stage: int | str, memory: Memories, **more: Any) -> Session:
+        """A stage of the run begins: ``AbstractEngine.session``, with what this run does before each ask."""
+        return self.engine.session(stage, memory, before_ask=self.before_ask, **more)
+
     def train_round(self) -> dict[str, Any]:
         """One round; its record. Nothing has changed if the round fails."""
         pending = self._ahead.round() if self._ahead else self.computed(self.now)
@@ -178,12 +184,14 @@ class Trainer:
 
     def computed(self, start: Mark, *, trusting: bool = False) -> PendingRound:
         """The round after ``start``; where the server's own steps want memory, that of what was kept for speed."""
-        cohort = self.cohort(start.round + 1)
-        noted = self._noted.setdefault(start.round + 1, [])
+        number, left = start.round + 1, self.server.options.rounds - start.round
+        cohort = self.cohort(number)
+        noted = self._noted.setdefault(number, [])
         for _ in range(2):
             before = len(self.engine.notes)
             try:
-                return run_round(self.server, self.engine, start, cohort, trusting=trusting)
+                session = self.session(number, start.memory, rounds_left=left, trusting=trusting)
+                return run_round(self.server, session, start, cohort)
             except Exception as error:
                 if not is_full(error):
                     raise
@@ -194,7 +202,7 @@ class Trainer:
             if not self.engine.free_memory():
                 break
         raise RoundError(
-            f"Round {start.round + 1} does not fit into memory: {reason}. The last checkpoint is intact: "
+            f"Round {number} does not fit into memory: {reason}. The last checkpoint is intact: "
             "take a smaller loom or cohort, or a device with more memory."
         )
 
@@ -207,7 +215,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Bring the state into the form in which it is evaluated and deployed."""
-        session = self.engine.session(f"settling after round {self.server.round}", self.now.memory)
+        session = self.session(f"settling after round {self.server.round}", self.now.memory)
         try:
             self.server.settle(session)
         finally:
@@ -249,7 +257,7 @@ class Trainer:
         """The scores of participants on a split of their own data; ``plain``: without the method's adaptation."""
         server = self.server
         chosen = self.federation.having(split, self.present if clients is None else clients)
-        session = self.engine.session(f"evaluation after round {server.round}", self.now.memory)
+        session = self.session(f"evaluation after round {server.round}", self.now.memory)
         state = server.plain(server.state)
         scores = evaluate(
             server.base if plain else server.algorithm,
@@ -279,7 +287,7 @@ class Trainer:
             lambda some: Sent({"params": params}, PerClient.empty(some)),
             clients,
             split,
-            self.engine.session(f"evaluation after round {server.round}", self.now.memory).ask,
+            self.session(f"evaluation after round {server.round}", self.now.memory).ask,
             name=GLOBAL,
             higher_is_better=server.setup.task.higher_is_better,
         )
@@ -300,7 +308,7 @@ class Trainer:
         if mode != "admit":
             if samples:
                 raise ConfigError(f"A number of samples is for admission, not for the mode {mode}. Leave one out.")
-            ask = self.engine.session("evaluation of unseen clients", memory).ask
+            ask = self.session("evaluation of unseen clients", memory).ask
             scores = evaluate_handed_on(server.algorithm, server.setup, server.state, newcomers, split, mode, ask)
             return self._summarised({Group("deployed", "unseen", split): scores})
         if server.algorithm.admit and server.algorithm.needs_labels(server.config) and split in ("train", "all"):
@@ -309,7 +317,7 @@ class Trainer:
                 "it would be tried on the same samples. Use the split test."
             )
         sent, memory = self.admission(newcomers, memory, samples)
-        ask = self.engine.session("evaluation of unseen clients", memory).ask
+        ask = self.session("evaluation of unseen clients", memory).ask
         scores = self._tried(server.algorithm, sent, split, ask)
         found = self._summarised({Group("deployed", "unseen", split): scores})
         if isinstance(sent, Woven):
@@ -327,7 +335,7 @@ class Trainer:
 
     def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
         """What clients of the roster that took no part are sent, and all memories afterwards."""
-        session = self.engine.session("admission", memory)
+        session = self.session("admission", memory)
         return self.server.admit(session, newcomers), session.memory
 
     def mixed(self, split: str = "test", most: int = 50) -> dict[ClientId, dict[ClientId, Score]]:
@@ -345,7 +353,7 @@ class Trainer:
         shared, mine = base.send(server.setup, plain, clients)
         whole = {c: base.client_deploy(server.home(c), shared, mine[c], server.recall(c)) for c in clients}
         tried = replace(base, client_deploy=_mixed_deploy, predict=predict_with_target)
-        ask = self.engine.session("evaluation of mixed models", self.now.memory).ask
+        ask = self.session("evaluation of mixed models", self.now.memory).ask
         found: dict[ClientId, dict[ClientId, Score]] = {client: {} for client in clients}
         for body in clients:
             crossed = {
@@ -398,10 +406,10 @@ class Trainer:
         first = server.setup.clients[:1]
         common, own = server.send(first)
         like = [set(flatten(tree)) for tree in (common, own[first[0]])]
-        session = self.engine.session("admission", Memories())
+        session = self.session("admission", Memories())
 
         def scores(sent: Sent) -> dict[ClientId, Score]:
-            ask = self.engine.session("evaluation of unseen clients", session.memory).ask
+            ask = self.session("evaluation of unseen clients", session.memory).ask
             return self._tried(server.algorithm, sent, split, ask)
 
         def heard(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
