@@ -38,6 +38,14 @@ def test_traced_steps_of_single_clients_give_the_same_bits(
     _same_bits(method, model, "sequential", 2, monkeypatch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sequential", "parallel_vectorised"])
+def test_traced_steps_that_hide_samples_give_the_same_bits(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    hidden = {"sample_dp_noise": 1.0, "sample_dp_clip": 0.5, "local_epochs": 0, "local_steps": 1}
+    _same_bits("fedavg", "mlp:hidden=5", engine, 2, monkeypatch, **hidden)
+
+
 def test_steps_of_a_convolutional_network_are_tidied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", 0)
     federation = small_federation(("lenet:kernels=2",), sizes=(12,), dtype=torch.float32)
@@ -126,7 +134,9 @@ def test_only_the_latest_traces_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(traces._forms.kept) == 2
 
 
-def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_bits(
+    method: str, model: str, engine: str, clients: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
     """Traced from the first step on, and never."""
     # two full batches and one that is not: few kinds, as tracing takes its time
     federation = small_federation((model,), sizes=(10,) * clients, dtype=torch.float32)
@@ -134,7 +144,7 @@ def _same_bits(method: str, model: str, engine: str, clients: int, monkeypatch: 
     for after in (10**9, 0):
         monkeypatch.setattr(traced, "TRACE_AFTER", after)
         monkeypatch.setattr(traced, "TRACE_SINGLE_AFTER", after)
-        played = play(algorithms.get(method), federation, engine)
+        played = play(algorithms.get(method), federation, engine, **options)
         found.append(flatten({"state": played.state._asdict(), "memory": dict(played.memory)}))
         traces = played.engine._single_steps if engine == "sequential" else played.engine.inner._traces
         kinds = traces._forms.kept

@@ -21,7 +21,7 @@ Which = Annotated[
     str | None,
     typer.Option(
         metavar="best|last|ROUND",
-        help="The checkpoint. Without it, the best by validation; for newcomers to IT-PFL-HN, the last.",
+        help="The checkpoint. Without it, the best by validation; for newcomers to some methods, the last.",
     ),
 ]
 Adapt = Annotated[
