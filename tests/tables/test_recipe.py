@@ -39,6 +39,16 @@ def test_rounds_are_scaled_in_proportion() -> None:
     assert recipe.settings(rows[1], 10) == {"eval_every": 20, "dataset": "digits", "rounds": 100, "finetune_after": 8}
 
 
+@pytest.mark.parametrize(("given", "scaled"), [({}, 5), ({"pretrain_rounds": 80}, 8), ({"pretrain_rounds": 0}, 0)])
+def test_stages_of_a_shortened_table_keep_their_share(given: dict[str, int], scaled: int) -> None:
+    """LG-FedAvg in ten of a hundred rounds must not be FedAvg, whose rounds come first: 50, unless they are given."""
+    rows = (Row("a", method="lg_fedavg", options=given), Row("b", method="fedjets"))
+    recipe = Recipe("t", rows, options={"rounds": 100})
+    assert recipe.settings(rows[0], 10)["pretrain_rounds"] == scaled
+    assert recipe.settings(rows[1], 10)["common_rounds"] == 2
+    assert recipe.settings(rows[0], None) == {"eval_every": 10, "dataset": "digits", "rounds": 100, **given}
+
+
 def test_each_makes_a_row_of_every_combination() -> None:
     (row, *_, last) = expanded({"name": "r", "of": "x", "each": {"samples": [3, 4], "unseen_shift": ["blur"]}})
     assert (row.name, row.samples, row.options) == ("r, n = 3, blur", 3, {"unseen_shift": "blur"})

@@ -52,6 +52,9 @@ SHOWN = {"samples": "n = {}", "descriptor_epsilon": "epsilon = {}", "local_lr": 
 OURS = ("method", "out", "seed", "device", "data_root", "progress", "keep")
 """Options that whoever runs a recipe gives, or that the table needs itself."""
 
+COUNTED = ("rounds", "finetune_after", "pretrain_rounds", "common_rounds")
+"""Options that say when a stage of training ends: where a table is shortened, each keeps its share of the rounds."""
+
 USUAL = {"rounds": RunOptions().rounds, "dataset": RunOptions().dataset}
 """Options that a table needs itself, where a recipe leaves them out."""
 
@@ -110,9 +113,10 @@ class Recipe:
         given = {**USUAL, **self.options, **row.options}
         if rounds is not None:
             first = {**USUAL, **self.options, **self.rows[0].options}["rounds"]
-            for name in ("rounds", "finetune_after"):
-                if name in given:
-                    given[name] = max(1, round(given[name] * rounds / first))
+            own = {one.name: one.default for one in fields(algorithms.get(self.trained(row).method).config)}
+            for name in COUNTED:
+                if whole := given.get(name, own.get(name)):
+                    given[name] = max(1, round(whole * rounds / first))
         return {"eval_every": max(1, given["rounds"] // self.evaluations), **given}
 
 
