@@ -15,7 +15,7 @@ from fedloom.reports.figures import figure
 from fedloom.reports.page import Page
 from fedloom.reports.single import charts_of, page_of, warnings
 from fedloom.reports.vega import spec_of
-from fedloom.runs.directory import SCORES, RunDirectory
+from fedloom.runs.directory import METRICS, SCORES, RunDirectory
 from fedloom.runs.records import scores_line
 from made import PNG, attacked, broken, made_run
 
@@ -234,3 +234,17 @@ def test_clients_that_did_not_answer_are_not_taken_for_small_ones(tmp_path: Path
     told = warnings(facts(run))
     assert any(text.startswith("1 of 3 clients gave no usable reply") for text in told)
     assert any(text.startswith("1 of 3 clients have fewer than 10 test samples") for text in told)
+
+
+def test_what_settling_takes_is_told_by_client_and_counted_once(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", rounds=4)
+    records = run.records()
+    (run.path / METRICS).unlink()
+    for line in records:
+        if "metrics" in line:
+            line["seconds"] |= {"evaluation": 3.0, "settling": 2.0}
+        run.append(line)
+    chart = one.time_by_part(facts(run))
+    assert chart is not None and "0.2 s for each of 10 clients" in chart.caption
+    told = list(zip(chart.data["part"], chart.data["seconds"]))
+    assert [sum(seconds for part, seconds in told if part == name) for name in ("settling", "evaluation")] == [4, 2]

@@ -129,6 +129,8 @@ def test_class_counts_of_the_split_are_in_the_roster(tmp_path: Path) -> None:
 
 def test_what_newcomers_found_out_is_written_down(tmp_path: Path) -> None:
     found = run(tmp_path, "fedavg", adapt="prior")
+    times = [record["seconds"] for record in found.directory.records() if "metrics" in record]
+    assert times and all(0 < one["settling"] < one["evaluation"] for one in times)
     (first, *_) = found.directory.lines(ESTIMATES)
     assert first["client"] == list(found.server.unseen)
     assert [sum(shares) for shares in first["share"]] == pytest.approx([1, 1], abs=1e-3)

@@ -443,20 +443,32 @@ def time_by_part(facts: Facts) -> Chart | None:
     if not records:
         return None
     number = min(20, len(records))
+    settled = any("settling" in r["seconds"] for r in records)
+    shown = [*PARTS, *(["settling"] if settled else []), "evaluation"]
     data: dict[str, list[Any]] = {"rounds": [], "part": [], "seconds": []}
     order = []
     for group in np.array_split(np.arange(len(records)), number):
         first, last = records[group[0]]["round"], records[group[-1]]["round"]
         name = f"{first} to {last}" if first != last else str(first)
         order.append(name)
-        for part in (*PARTS, "evaluation"):
+        for part in shown:
             taken = sum(records[i]["seconds"].get(part) or 0.0 for i in group)
+            if part == "evaluation":  # settling is a part of it
+                taken -= sum(records[i]["seconds"].get("settling") or 0.0 for i in group)
             for column, entry in zip(data.values(), (name, words(part), _digits(taken))):
                 column.append(entry)
+    told = "Seconds by part of the run."
+    if settled:
+        took = [r["seconds"]["settling"] for r in records if "settling" in r["seconds"]]
+        clients = sum(not member.unseen for member in facts.members.values())
+        told += (
+            " Settling is calibration and tuning, before each evaluation: "
+            f"{np.mean(took) / max(clients, 1):.2g} s for each of {clients:,} clients."
+        )
     return Chart(
-        "time", "Where the time went", "Seconds by part of the run.", "bars", data,
+        "time", "Where the time went", told, "bars", data,
         Axis("rounds", "rounds", "name", order=order), Axis("seconds", "seconds", from_zero=True),
-        Axis("part", "part", "name", order=[words(p) for p in (*PARTS, "evaluation")]), height=220,
+        Axis("part", "part", "name", order=[words(p) for p in shown]), height=220,
     )  # fmt: skip
 
 

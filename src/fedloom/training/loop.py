@@ -111,6 +111,8 @@ def _evaluate(trainer: Trainer, directory: RunDirectory, record: dict[str, Any])
     record["metrics"] = found.metrics
     record["dropped"] = [*record["dropped"], *(one._asdict() for one in found.dropped)]
     record["seconds"]["evaluation"] = time.perf_counter() - start
+    if found.settling:
+        record["seconds"]["settling"] = found.settling
     record["notes"] = [*record["notes"], *found.notes]
     write(directory, trainer, found)
 

@@ -50,6 +50,8 @@ class Evaluation(NamedTuple):
     """Of participants, and of unseen clients that were admitted: what their models were woven from."""
     estimates: Mapping[ClientId, Report] = MappingProxyType({})
     """What unseen clients found out about their label shares."""
+    settling: float = 0.0
+    """Seconds that it took to bring the state into the form in which it is used."""
 
     def joined_by(self, other: Evaluation) -> Evaluation:
         """Both as one."""
@@ -60,6 +62,7 @@ class Evaluation(NamedTuple):
             [*self.notes, *other.notes],
             {**self.embeddings, **other.embeddings},
             {**self.estimates, **other.estimates},
+            self.settling + other.settling,
         )
 
 
@@ -224,8 +227,9 @@ class Trainer:
 
     def evaluation(self) -> Evaluation:
         """The state, settled, on validation and test data of all participants, or of those that are drawn."""
-        self._dropped, before = [], len(self.engine.notes)
+        self._dropped, before, start = [], len(self.engine.notes), time.perf_counter()
         self.settle()
+        settling = time.perf_counter() - start if self.server.algorithm.settle else 0.0
         clients, options = self.present, self.server.options
         if 0 < options.eval_clients < len(clients):
             draw = stream(options.seed, "evaluation")
@@ -240,7 +244,7 @@ class Trainer:
         found = self._summarised(scores)._replace(embeddings=self._embeddings())
         if self.tries_newcomers:
             found = found.joined_by(self.evaluation_of_unseen())
-        return found._replace(notes=self.engine.notes[before:])
+        return found._replace(notes=self.engine.notes[before:], settling=settling)
 
     def _embeddings(self) -> dict[str, dict[ClientId, list[float]]]:
         """Of participants, where the method has some; of so many clients as are written down."""
