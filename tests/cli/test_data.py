@@ -35,6 +35,17 @@ def test_show_takes_regression_data(cli):
     assert Path("own.png").is_file()
 
 
+def test_show_says_what_data_are_taken_for(cli, refused):
+    rng = np.random.default_rng(0)
+    np.savez("own.npz", x=rng.integers(0, 9, (40, 5)), y=np.arange(40) % 2)
+    shown = cli("data", "show", "--dataset", "own.npz", "--clients", 2).out
+    assert "taken for sequences of 9 different tokens" in " ".join(shown.split())
+    table = ("data", "show", "--dataset", "gap.csv", "--target", "age", "--partition", "iid", "--clients", 2)
+    Path("gap.csv").write_text("a,age\n" + "".join(f"{row},{2 * row}\n" for row in range(60)))
+    assert "--task says which" in refused(*table)
+    assert "–" in cli(*table, "--task", "regression").out
+
+
 def test_show_refuses(refused):
     assert "Unknown dataset 'digitz'" in refused("data", "show", "--dataset", "digitz")
     assert "--clients is 0; it must be at least 1" in refused("data", "show", "--clients", 0)

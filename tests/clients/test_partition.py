@@ -336,6 +336,13 @@ def test_unseen_groups_can_be_named() -> None:
         partition(LABELS, "group:writer", 3, 1, **{**given, "unseen_groups": ["ann", "bob", "cy", "dee", "eve"]})
 
 
+def test_a_sample_of_no_group_is_refused() -> None:
+    writers = np.tile(["ann", "bob", ""], 2000)
+    with pytest.raises(DataError, match=r"'writer' has no name for 2,000 of 6,000 samples; say whose they are"):
+        partition(LABELS, "group:writer", 2, 1, groups={"writer": writers})
+    assert partition(LABELS, "iid", 2, 1, groups={"writer": writers}).participants
+
+
 def test_a_label_scheme_tells_that_unseen_clients_share_clients_of_the_data() -> None:
     groups = {"client": np.tile(["ann", "bob"], 3000)}
     assert "share" not in "".join(partition(LABELS, "iid", 3, 1, groups=groups).notes)

@@ -172,7 +172,7 @@ def test_labels_of_which_several_may_hold():
         assert data.y.dtype == np.float32
         np.testing.assert_array_equal(data.y, held)
     assert from_arrays(X, np.eye(4, dtype=bool)).multilabel
-    assert from_arrays(X, np.eye(4)).task == "regression"
+    assert from_arrays(X, np.eye(4), task="regression").task == "regression"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,7 @@ def test_labels_of_which_several_may_hold():
         ({"y": Y + 0.5, "task": "classification"}, "labels of type float64"),
         ({"y": Y[:, None]}, r"labels of type int32 and shape \(4, 1\)"),
         ({"y": np.eye(4, dtype=int)}, r"one 1 in every row of y; give classes as y\.argmax\(1\)"),
+        ({"y": np.eye(4)}, r"zeros and ones of type float64 in y of shape \(4, 4\); give classes as y\.argmax\(1\)"),
         ({"y": np.eye(4, dtype=int) * 3}, r"whole numbers from 0 to 3 in y of shape \(4, 4\); give zeros and ones"),
         ({"y": np.eye(4) / 2, "task": "multilabel"}, "has labels other than 0 and 1"),
         ({"x": [[1], [1, 2], [1], [1]]}, "has rows of several lengths in x; give all one shape"),

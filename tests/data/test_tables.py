@@ -111,6 +111,8 @@ def test_codes_with_letters_among_them_are_categories(tmp_path: Path) -> None:
     lines = [f"{row};{'12AB'[row % 4]};{'ny'[row % 2]}" for row in range(40)]
     data = load(written(tmp_path, "\n".join(["a;b;ill", *lines])), roles=Roles.of("ill", None))
     assert data.preparation.columns[1].categories == ("1", "2", "A", "B")
+    (note,) = data.notes
+    assert note.startswith("the column 'b' has 'A' among numbers, so all of it is categories")
 
 
 def test_whole_numbers_that_are_classes_are_told_of(tmp_path: Path) -> None:
@@ -127,9 +129,18 @@ def test_columns_of_a_table_are_of_no_other_data() -> None:
         load("digits", roles=Roles.of("ill", None))
 
 
+class PandasNothing:
+    """pandas.NA, as it is in columns of nullable types."""
+
+    def __str__(self) -> str:
+        return "<NA>"
+
+
 def test_columns_from_python_may_have_nothing(tmp_path: Path) -> None:
     data = from_table({"a": np.array(["x", None, np.nan, "y"], object), "b": [1.5, np.nan, 0, 1], "y": [0, 1, 0, 1]})
     np.testing.assert_array_equal(data.x, [[0, 1.5], [np.nan, np.nan], [np.nan, 0], [1, 1]])
+    data = from_table({"a": np.array([1, PandasNothing()], object), "y": [0, 1]})
+    np.testing.assert_array_equal(data.x, [[1], [np.nan]])
     with pytest.raises(DataError, match="of several lengths"):
         from_table({"a": [1, 2], "y": [1]})
     with pytest.raises(DataError, match=r"'a' has the shape \(1, 1\)"):

@@ -16,6 +16,7 @@ from fedloom.runs.options import RunOptions
 SPLIT_OPTIONS = (
     *(
         "dataset",
+        "task",
         "target",
         "groups",
         "data_root",
@@ -87,10 +88,9 @@ def show(
 
     Example: fedloom data show --dataset digits --partition dirichlet:0.3 --clients 10 --out split.png
     """
-    from fedloom.clients.windows import leak
     from fedloom.core.config import build
     from fedloom.data import load
-    from fedloom.training.simulation import split
+    from fedloom.training.simulation import notes_of, split
 
     options = build(RunOptions, given(values))
     arrays = load(options.dataset, options.data_root, options.roles)
@@ -106,7 +106,7 @@ def show(
         for row in parts.summary(arrays.labels)
     ]
     table(["client", "", *COUNTS, "largest class", "skew"], rows)
-    for note in (*arrays.notes, *parts.notes, *filter(None, [leak(arrays.x, parts)])):
+    for note in notes_of(arrays, parts):
         typer.echo(f"note: {note}")
     if out:
         from fedloom.reports.split import picture

@@ -525,6 +525,11 @@ def _group(name: str, groups: Mapping[str, np.ndarray], samples: int) -> tuple[n
         raise unknown("group", name, groups)
     if len(groups[name]) != samples:
         raise DataError(f"Group {name!r} names {len(groups[name])} samples of {samples}; give one name per sample.")
+    nameless = int((np.asarray(groups[name]).astype(str) == "").sum())
+    if nameless:
+        raise DataError(
+            f"Group {name!r} has no name for {nameless:,} of {samples:,} samples; say whose they are, or leave them out."
+        )
     return np.unique(np.asarray(groups[name]).astype(str), return_inverse=True)
 
 

@@ -325,6 +325,11 @@ def _task(what: str, y: np.ndarray) -> Task:
 
 def _check_plain(what: str, y: np.ndarray) -> None:
     """Refuse floating-point numbers that look like classes: as targets of a regression they would pass in silence."""
+    if y.ndim == 2 and y.shape[1] > 1 and np.isin(y, (0, 1)).all() and 0 < y.mean() < 1:
+        raise DataError(
+            f"{what} has zeros and ones of type {y.dtype} in y of shape {y.shape}; give classes as y.argmax(1), or "
+            "labels of which several may hold as y.astype(bool)."
+        )
     if y.ndim != 1 or not np.array_equal(y, np.round(y)):
         return
     values = np.unique(y)

@@ -2,7 +2,7 @@
 """Tables: CSV by the standard library, Parquet by pyarrow, and columns given from Python, as datasets.
 
 A column whose every entry is a number, or nothing, has numbers; any other has categories. Nothing stands where the text
-is empty, NA, N/A, NaN, null or None. How columns become features is fitted later, on training rows alone
+is empty, NA, N/A, NaN, null, None or <NA>. How columns become features is fitted later, on training rows alone
 (``preparation``).
 """
 
@@ -24,7 +24,8 @@ from fedloom.data.own import from_arrays
 from fedloom.data.preparation import Column, Preparation, as_numbers, as_texts, is_number
 
 SUFFIXES = (".csv", ".parquet")
-NOTHING = {"", "na", "n/a", "nan", "null", "none"}
+NOTHING = {"", "na", "n/a", "nan", "null", "none", "<na>"}
+"""In small letters; the last is how pandas writes it."""
 CLIENT, SPLIT, TARGET = "client", "split", "y"
 MANY = 20
 """So many different texts, and one in four rows with another: this is no category, but a name."""
@@ -200,7 +201,19 @@ def _dataset(columns: Columns, roles: Roles, name: str) -> Arrays:
         found = replace(
             found, notes=(*found.notes, f"whole numbers in {name!r} are classes; else give --task regression")
         )
+    found = replace(found, notes=(*found.notes, *_mixed(preparation)))
     return found.raw(preparation.encoded(columns, what), preparation)
+
+
+def _mixed(preparation: Preparation) -> list[str]:
+    """Notes on columns that have categories because of some text among their numbers."""
+    return [
+        f"the column {column.name!r} has {others[0]!r} among numbers, so all of it is categories; if this stands for "
+        "nothing, leave the entry empty"
+        for column in preparation.columns
+        if (others := [text for text in column.categories or () if not is_number(text)])
+        and len(others) < len(column.categories or ())
+    ]
 
 
 def targets_of(columns: Columns, names: Sequence[str], what: str, *, unknown: bool = False) -> np.ndarray:

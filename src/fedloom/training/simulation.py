@@ -167,12 +167,8 @@ class Simulation(Trainer):
         if not given and light and small and federation.device.type == "cpu":
             THREADS.set(1)
             server.options = replace(options, threads=1)
-        leaks = leak(arrays.x, self.partition)
         self.notes = [
-            *arrays.notes,
-            *self.partition.notes,
-            *([leaks] if leaks else []),
-            *_of_tokens(arrays),
+            *notes_of(arrays, self.partition),
             *([server.weight.note] if server.weight else []),
             *([self.server_samples.note] if self.server_samples else []),
         ]
@@ -232,13 +228,18 @@ def fitted(arrays: Arrays, parts: Partition) -> Preparation | None:
     return arrays.preparation.fit(arrays.x[np.concatenate([client.train for client in parts.participants])])
 
 
-def _of_tokens(arrays: Arrays) -> list[str]:
-    """What users should know of samples that were taken for tokens."""
-    if not arrays.vocabulary or arrays.alphabet:
-        return []
-    return [
+def notes_of(arrays: Arrays, parts: Partition) -> list[str]:
+    """What users should know of their data and of how these are split."""
+    tokens = (
         f"samples are whole numbers, taken for sequences of {arrays.vocabulary:,} different tokens; give features as "
         "floating-point numbers"
+    )
+    leaks = leak(arrays.x, parts)
+    return [
+        *arrays.notes,
+        *parts.notes,
+        *([leaks] if leaks else []),
+        *([tokens] if arrays.vocabulary and not arrays.alphabet else []),
     ]
 
 
