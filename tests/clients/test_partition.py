@@ -338,7 +338,7 @@ def test_unseen_groups_can_be_named() -> None:
 
 def test_a_sample_of_no_group_is_refused() -> None:
     writers = np.tile(["ann", "bob", ""], 2000)
-    with pytest.raises(DataError, match=r"'writer' has no name for 2,000 of 6,000 samples; say whose they are"):
+    with pytest.raises(DataError, match=r"'writer' has no name for 2,000 of 6,000 samples; name one for each"):
         partition(LABELS, "group:writer", 2, 1, groups={"writer": writers})
     assert partition(LABELS, "iid", 2, 1, groups={"writer": writers}).participants
 

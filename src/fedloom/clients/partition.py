@@ -528,7 +528,7 @@ def _group(name: str, groups: Mapping[str, np.ndarray], samples: int) -> tuple[n
     nameless = int((np.asarray(groups[name]).astype(str) == "").sum())
     if nameless:
         raise DataError(
-            f"Group {name!r} has no name for {nameless:,} of {samples:,} samples; say whose they are, or leave them out."
+            f"Group {name!r} has no name for {nameless:,} of {samples:,} samples; name one for each, or leave them out."
         )
     return np.unique(np.asarray(groups[name]).astype(str), return_inverse=True)
 
