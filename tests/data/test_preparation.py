@@ -49,6 +49,13 @@ def test_it_does_what_scikit_learn_does(seed: int, samples: int) -> None:
     np.testing.assert_array_equal(found[:, 1:-1], hot)
 
 
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -36.6])
+def test_a_column_of_one_number_is_not_scaled_by_its_rounding(value: float) -> None:
+    one = Preparation("table", (Column("a"),)).fit(np.full((100, 1), value))
+    assert one.columns[0].scale == 1.0
+    np.testing.assert_allclose(one.apply(np.array([[value + 1]])), [[1.0]], atol=1e-5)
+
+
 def test_images_are_centred_and_scaled_by_channel() -> None:
     """Channel 0 has 0 and 200: mean 100, deviation 100. Channel 1 does not vary."""
     raw = np.zeros((2, 2, 1, 1), np.uint8)

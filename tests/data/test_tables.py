@@ -83,6 +83,7 @@ def test_files_of_clients_have_their_columns_in_any_order(tmp_path: Path) -> Non
         ("a,y\n1,0\n2,\n", "has nothing in the column 'y' of sample 2, which is to be predicted"),
         ("y\n1\n", "has no columns left to predict y from"),
         ("a,y\ninf,1\n", "has in the column 'a' infinite values"),
+        ("a,y\n1e300,1\n", "has in the column 'a' infinite values, or such beyond 1e\\+100"),
         ("a,y\n" + "".join(f"name {i},{i % 2}\n" for i in range(30)), "30 different texts in the column 'a' for 30"),
     ],
 )

@@ -26,6 +26,8 @@ Kind = Literal["table", "images"]
 NONE = -1
 """The number of a category that training data did not have."""
 MOST_FEATURES = 1_000_000
+LARGEST = 1e100
+"""Numbers beyond this have squares that float64 cannot add up."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,15 @@ class Preparation:
 
     def fitted(self, sums: Sums) -> Preparation:
         """This preparation with what is known of training data; every category stays, seen or not."""
-        moments = zip(sums.mean.tolist(), sums.variance.tolist())
+        moments = zip(sums.number.tolist(), sums.mean.tolist(), sums.variance.tolist())
         columns, start = [], 0
         for column in self.columns:
             if column.categories is None:
-                mean, variance = next(moments)
-                columns.append(replace(column, mean=mean, scale=variance**0.5 if variance > 0 else 1.0))
+                number, mean, variance = next(moments)
+                rounding = (
+                    number * mean * float(np.finfo(np.float64).eps)
+                )  # at most: numbers that are all one vary by it
+                columns.append(replace(column, mean=mean, scale=variance**0.5 if variance > rounding**2 else 1.0))
             else:
                 counts = sums.categories[start : start + column.size]
                 start += column.size
@@ -293,8 +298,8 @@ def as_numbers(values: np.ndarray, what: str) -> np.ndarray:
         except ValueError:
             strange = next(text for text in values.tolist() if text and not is_number(text))
             raise DataError(f"{what} the text {strange!r}; expected numbers.") from None
-    if np.isinf(found).any():
-        raise DataError(f"{what} infinite values; remove or replace those samples.")
+    if (np.abs(found) > LARGEST).any():
+        raise DataError(f"{what} infinite values, or such beyond {LARGEST:g}; remove or replace those samples.")
     return found
 
 
