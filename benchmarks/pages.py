@@ -367,6 +367,23 @@ def newcomers_tried(_: str) -> str:
     return with_provenance(numbers(columns, body), *(lines if len(lines) == 1 else [f"- {one}" for one in lines]))
 
 
+@block
+def rates(_: str) -> str:
+    """Test accuracies with a method's own rate, with one by short trials and with a tuned one."""
+    found = json.loads((RESULTS / "rates" / "auto.json").read_text())
+    body = []
+    for title, one in found["settings"].items():
+        means = {name: PER_CENT * sum(one[name]) / len(one[name]) for name in ("own", "auto", "tuned")}
+        used = dict.fromkeys(f"{rate:g}" for rate in one["rates"]["auto"])
+        body.append([
+            title, *(f"{mean:.1f}" for mean in means.values()), f"{means['auto'] - means['tuned']:+.1f}",
+            f"{one['rates']['own']:g}", ", ".join(used), f"{one['rates']['tuned']:g}",
+        ])  # fmt: skip
+    columns = ["", "own rate", "auto", "tuned", "auto less tuned", "the rates: own", "auto", "tuned"]
+    made = f"`{found['command']} --out results/rates/auto.json`: {in_words([Made(**found['made'])])}."
+    return with_provenance(numbers(columns, body), made)
+
+
 def _gained(found: dict[str, float], one: dict[str, Any]) -> str:
     """A mean difference in points, with half of its 95% interval over seeds."""
     cell = interval(found["mean"] / PER_CENT, found["std"] / PER_CENT, len(one["seeds"]))

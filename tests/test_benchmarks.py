@@ -96,6 +96,18 @@ def test_engines(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys:
         assert f" {way} " in out
 
 
+def test_rates(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = {"clients": 3, "cohort": 2, "rounds": 2, "eval_every": 1, "local_steps": 1}
+    monkeypatch.setattr(benchmark, "SHARED", {**benchmark.SHARED, **small})
+    monkeypatch.setattr(benchmark, "FACTORS", (1, 3))
+    names = ("FedAvg, digits, IID", "MH-pFedHN, made-up sensors, a client per person")
+    run_main(benchmark, monkeypatch, "--settings", *names, "--seeds", 0, 1, "--out", tmp_path / "auto.json")
+    settings = json.loads((tmp_path / "auto.json").read_text(encoding="utf-8"))["settings"]
+    for one in map(settings.get, names):
+        assert [len(one[name]) for name in ("own", "auto", "tuned")] == [len(one["rates"]["auto"])] * 3 == [2] * 3
+        assert one["rates"]["tuned"] in (one["rates"]["own"], pytest.approx(3 * one["rates"]["own"]))
+
+
 def test_baselines(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
