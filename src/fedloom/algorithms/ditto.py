@@ -17,7 +17,8 @@ Kept by the client: its personal model with running statistics of its own; the g
 Kept by the server: the global parameters.
 Reduces to: FedAvg for the global model, with any lambda; Local for the personal ones at lambda = 0.
 Differs from the paper: clients are drawn uniformly and weighted by their samples, as in FedAvg here; its code draws
-them by size and weighs them equally. Both models see the same batches, as in the code. Newcomers are not in the paper.
+them by size and weighs them equally. Both models see the same batches, as in the code. lambda is one for all; the
+authors also choose it for each client. Newcomers are not in the paper.
 """
 
 from __future__ import annotations

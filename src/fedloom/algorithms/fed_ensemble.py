@@ -18,7 +18,7 @@ Kept by the server: all models with their running statistics.
 Reduces to: FedAvg with ``batchnorm=averaged`` at K = 1.
 Differs from the paper: a model is the mean of its clients' results, as in the paper; the authors' code compares each
 result with all models and shares it out by their likeness. Clients are weighted by their samples. Running statistics
-are averaged with the parameters.
+are averaged with the parameters. The code's proximal term of 1e-8 and its falling rate are left out.
 """
 
 from __future__ import annotations

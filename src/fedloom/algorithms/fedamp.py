@@ -16,8 +16,9 @@ Kept by the client: its model and its running statistics.
 Kept by the server: the last models of all clients.
 Reduces to: Local, from one start, with ``pull=0``, which is what PFLlib's FedAMP does: its pull has no gradient.
 Differs from the paper: alpha does not fall over rounds. A client goes on from its own last model; the paper only says
-what it minimises. Where the others' weights sum to more than 1 they are divided by their sum. Newcomers, who are not in
-the paper, get the mean of all models.
+what it minimises. Where the others' weights sum to more than 1 they are divided by their sum. Smaller cohorts than all
+clients are mixed from everybody's last models. Newcomers, who are not in the paper, get the mean of all models. The
+variant with cosines, HeurFedAMP, is left out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Kept by the client: nothing that counts; it begins with the running statistics t
 Kept by the server: the global parameters and running statistics.
 Reduces to: FedAvg with averaged running statistics, at ``server_epochs=0``.
 Differs from the paper: its samples are cut from the test set; here they are the server's own. Running statistics are
-those of the global model on the server's samples, as in the authors' code.
+those of the global model on the server's samples, as in the authors' code. The code's variants, squared weights and
+weights before the factor, are left out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ Kept by the client: its model of last time with its running statistics; those to
 Kept by the server: the global parameters.
 Reduces to: FedAvg at mu = 0, and in every client's first round, as it has no model of last time.
 Differs from the paper: features are what the output layer gets. The authors put a projection of two dense layers before
-it, which makes another network. Clients are weighted by their samples, as in its code.
+it, which makes another network. Clients are weighted by their samples, as in its code. A client that comes late has a
+random model of last time there.
 """
 
 from __future__ import annotations

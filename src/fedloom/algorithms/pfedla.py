@@ -16,7 +16,7 @@ Kept by the server: for each client its last model and its loom.
 Reduces to: training alone if every client's mix is its own model.
 Differs from the paper: its formula, like pFedHN's, descends along the change itself; we descend along the negative
 change, so that looms follow what clients learn; a negative ``server_lr`` goes the other way. Sizes are those of a third
-party's code: docs/methods/pfedla.md.
+party's code: docs/methods/pfedla.md. The variant that leaves some layers unmixed, HeurpFedLA, is left out.
 """
 
 from __future__ import annotations
