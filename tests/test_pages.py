@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from fedloom import algorithms
 from fedloom.core.errors import RunError
 from fedloom.reports.measured import Line, Made, Measured
 from fedloom.tables.recipe import read
@@ -56,6 +57,13 @@ def test_a_file_of_results_is_of_its_recipe(path: Path) -> None:
     assert {run["row"] for run in (*found.runs, *found.means)} <= {row.name for row in recipe.rows}
     assert [tuple(line) for line in found.rows] == [(r.name, r.paper, r.board) for r in recipe.rows]
     assert found.made and all(one.commit and one.date and one.hardware and one.torch for one in found.made)
+
+
+def test_a_page_says_that_nothing_is_measured_only_where_nothing_is(pages: ModuleType) -> None:
+    for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
+        if "There is no measurement yet." in page.read_text(encoding="utf-8"):
+            with pytest.raises(ValueError, match="has a number of"):
+                pages.rows(algorithms.get(page.stem).name)
 
 
 def test_a_number_that_changes_changes_the_page(
