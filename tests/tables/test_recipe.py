@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.core.errors import ConfigError
-from fedloom.tables.recipe import Recipe, Row, expanded, read
+from fedloom.tables.recipe import COLUMNS, Recipe, Row, expanded, read
 from fedloom.training.config import parse_options
 
 FILES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -47,6 +47,11 @@ def test_stages_of_a_shortened_table_keep_their_share(given: dict[str, int], sca
     assert recipe.settings(rows[0], 10)["pretrain_rounds"] == scaled
     assert recipe.settings(rows[1], 10)["common_rounds"] == 2
     assert recipe.settings(rows[0], None) == {"eval_every": 10, "dataset": "digits", "rounds": 100, **given}
+
+
+def test_the_guide_names_every_column() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "how-to-repeat-a-table.md").read_text(encoding="utf-8")
+    assert not [column for column in COLUMNS if f"`{column}`" not in guide]
 
 
 def test_each_makes_a_row_of_every_combination() -> None:
