@@ -889,6 +889,11 @@ def test_windows_are_convolved_over_time_on_every_engine(engine: str, tmp_path: 
     assert torch.equal(run.predict("0", x[:3]), run.predict("0", np.moveaxis(x[:3], -1, 1)))
 
 
+def test_where_a_method_comes_to_another_the_run_says_so(tmp_path: Path) -> None:
+    run = fedloom.run("lg_fedavg", dataset=features(60), out=tmp_path / "run", **{**TINY, "rounds": 1})
+    assert [note for note in run.summary["notes"] if "this is FedAvg: bodies go apart after round 50" in note]
+
+
 def test_networks_that_stay_at_chance_are_told_of(tmp_path: Path) -> None:
     x, y = features(200)
     given = {**TINY, "rounds": 10, "partition": "iid", "local_lr": 0.1, "local_steps": 20}

@@ -70,6 +70,8 @@ def test_without_normalisation_layers_it_is_fedavg() -> None:
     ALGORITHM.settle(bn.setup, bn.state, ears(bn.session("settling").ask))
     assert not ears.asked
     assert torch.equal(bn.admit().deployed("4")["params"]["fc3.bias"], avg.state.params["fc3.bias"])
+    assert ALGORITHM.notes(bn.setup) == ["this is FedAvg: lenet:kernels=2 has no normalisation layers"]
+    assert not ALGORITHM.notes(play(ALGORITHM, small_federation(("testnets:Normed",)), rounds=0).setup)
 
 
 def test_a_newcomer_gets_the_plain_mean_of_the_participants_layers_and_statistics_of_its_own() -> None:

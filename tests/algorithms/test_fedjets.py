@@ -84,6 +84,11 @@ def test_the_first_rounds_are_fedavgs_and_the_common_expert_is_frozen_then() -> 
     assert sorted(later.state.anchors.tolist()) == [0, 1, 2, 3, 4]
 
 
+def test_a_run_without_experts_says_so() -> None:
+    few, enough = (setup_of(small_federation(), Config(common_rounds=3), rounds=rounds) for rounds in (3, 4))
+    assert "--common-rounds" in ALGORITHM.notes(few)[0] and not ALGORITHM.notes(enough)
+
+
 def test_the_expert_that_the_gate_prefers_answers() -> None:
     federation = small_federation(("lenet:kernels=2",))
     played = play(ALGORITHM, federation, rounds=4, common_rounds=1, local_lr=0.5)

@@ -47,6 +47,8 @@ def test_with_as_many_steps_for_everybody_it_is_fedavg(batchnorm: str) -> None:
     for branch in ("params", "buffers"):
         for name, value in getattr(avg.state, branch).items():
             torch.testing.assert_close(getattr(nova.state, branch)[name], value, rtol=0, atol=1e-12)
+    assert "this is FedAvg" in ALGORITHM.notes(nova.setup)[0]
+    assert not ALGORITHM.notes(play(ALGORITHM, federation, rounds=0, local_epochs=2).setup)
 
 
 def test_passes_are_the_default_and_steps_are_taken_if_they_are_given() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import play, small_federation
+from conftest import play, setup_of, small_federation
 from fedloom.algorithms import fedavg, fedper, local
 from fedloom.algorithms.lg_fedavg import ALGORITHM
 from fedloom.core.contract import Cohort
@@ -38,6 +38,12 @@ def test_two_rounds_on_paper() -> None:
     played = play(ALGORITHM, lines(TWO, "tiny:BodyAndHead"), rounds=2, **HAND)
     assert numbers(played, "0") == pytest.approx([1.3624, 1.9768], abs=1e-12)
     assert numbers(played, "1") == pytest.approx([0.6024, 1.9768], abs=1e-12)
+
+
+@pytest.mark.parametrize(("rounds", "noted"), [(0, False), (3, True), (4, False)])
+def test_a_run_that_never_comes_to_its_second_phase_says_so(rounds: int, noted: bool) -> None:
+    setup = setup_of(small_federation(), ALGORITHM.config(pretrain_rounds=3), rounds=rounds)
+    assert bool(ALGORITHM.notes(setup)) == noted
 
 
 def test_the_next_round_puts_the_common_head_on_the_kept_body() -> None:

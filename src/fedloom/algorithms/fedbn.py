@@ -83,6 +83,12 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, send(setup, state, newcomers.clients), ask)
 
 
+def notes(setup: Setup[Any]) -> list[str]:
+    """A model without normalisation layers has nothing to keep."""
+    model = setup.models[setup.clients[0]]
+    return [] if model.norm else [f"this is FedAvg: {model.spec} has no normalisation layers"]
+
+
 def telling() -> Program:
     """Reply with the parameters of the normalisation layers; nothing is trained."""
     return Program("fedbn.tell", _nothing, _no_step, _tell, None, _expects_norm)
@@ -145,4 +151,5 @@ ALGORITHM = replace(
     admit_labels=False,
     programs=programs,
     needs=Needs(same_model=True),
+    notes=notes,
 )

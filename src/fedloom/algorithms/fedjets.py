@@ -240,6 +240,14 @@ def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     return [] if newcomer else [local.local_training(config), label_shares(), routing(), training(config)]
 
 
+def notes(setup: Setup[Any]) -> list[str]:
+    """A run that is over before there are experts is FedAvg."""
+    first = setup.config.common_rounds
+    if not 0 < setup.rounds <= first:
+        return []
+    return [f"this is FedAvg: experts are trained after round {first}; give more --rounds or fewer --common-rounds"]
+
+
 def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     """A newcomer gets what everybody has."""
     return send(setup, state, newcomers.clients)
@@ -270,4 +278,5 @@ ALGORITHM = replace(
     admit=admit,
     cohort=10,
     needs=Needs(same_model=True, class_labels=True, features="any", no_batchnorm=True),
+    notes=notes,
 )

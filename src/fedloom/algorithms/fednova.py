@@ -109,6 +109,11 @@ def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     return [] if newcomer else [training(config)]
 
 
+def notes(setup: Setup[Config]) -> list[str]:
+    """With steps there is nothing to count."""
+    return [] if setup.config.local_epochs else ["this is FedAvg: all clients take as many steps; give --local-epochs"]
+
+
 CITATION = """@inproceedings{wang2020fednova,
   title={Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization},
   author={Wang, Jianyu and Liu, Qinghua and Liang, Hao and Joshi, Gauri and Poor, H. Vincent},
@@ -123,4 +128,5 @@ ALGORITHM = replace(
     round=round,
     means=(),
     programs=programs,
+    notes=notes,
 )

@@ -172,6 +172,14 @@ def admit(setup: Setup[Config], state: State, newcomers: Cohort, ask: Ask) -> Se
     return Sent({"params": params}, everything.mine) if setup.config.admit_rounds else everything
 
 
+def notes(setup: Setup[Config]) -> list[str]:
+    """A run that is over before bodies go apart is FedAvg."""
+    first = setup.config.pretrain_rounds
+    if not 0 < setup.rounds <= first:
+        return []
+    return [f"this is FedAvg: bodies go apart after round {first}; give more --rounds or fewer --pretrain-rounds"]
+
+
 def needs_labels(config: Config) -> bool:
     """Whether newcomers train."""
     return config.admit_rounds > 0
@@ -207,4 +215,5 @@ ALGORITHM = Algorithm(
     admit_labels=needs_labels,
     cohort=5,  # pFedHN, App. B: baselines aggregate over 5 clients
     needs=Needs(same_model=True, head=True),
+    notes=notes,
 )

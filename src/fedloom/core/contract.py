@@ -477,6 +477,11 @@ def as_configured(setup: Setup[Any]) -> Any:
     return setup.config
 
 
+def no_notes(setup: Setup[Any]) -> Sequence[str]:
+    """There is nothing to say."""
+    return ()
+
+
 def no_steps(config: Any) -> int:
     """The vector takes no steps."""
     return 0
@@ -582,6 +587,8 @@ class Algorithm(Structural):
     needs: Needs = Needs()
     handover: Handover = Handover()
     """How the state is handed on when it is trained."""
+    notes: Callable[[Setup[Any]], Sequence[str]] = no_notes
+    """What to say before round 1: where, with this config or these models, the method comes to a simpler one."""
     told: Literal["spec", "size"] = "spec"
     """What the server is told of a client's model: its architecture, or only its number of parameters."""
 

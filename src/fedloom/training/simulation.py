@@ -171,6 +171,7 @@ class Simulation(Trainer):
             *notes_of(arrays, self.partition),
             *([server.weight.note] if server.weight else []),
             *([self.server_samples.note] if self.server_samples else []),
+            *self.notes,
         ]
         # what is evaluated with everybody else costs no training, and means something before the last round
         self.tries_newcomers = (

@@ -132,7 +132,7 @@ class Trainer:
             noise_on_replies(how, server.options.cohort)  # refuses cohorts that are too small for it
         if server.options.aggregate:
             check_cohort(server.options.aggregate, server.options.cohort)
-        self.notes: Sequence[str] = ()
+        self.notes: Sequence[str] = server.algorithm.notes(server.setup)
         """What users should know of the federation."""
         self.before_ask: Callable[[Job], None] | None = None
         """Called with each ask of the run, before anybody is asked."""
