@@ -31,8 +31,10 @@ import fedloom
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.core.tensors import read_tensors, read_with_metadata, write_tensors
 from fedloom.models.load import load_model
-from fedloom.serving.bundle import make_bundle
+from fedloom.serving.app import Service
+from fedloom.serving.bundle import Bundle, make_bundle
 from fedloom.serving.counters import Counters, Limiter
+from fedloom.serving.openapi import description
 from fedloom.serving.settings import Settings
 from fedloom.serving.tokens import Identity, identity_of, make_key, make_token, read_key
 from serving_process import process
@@ -369,6 +371,37 @@ def test_cards_and_description(made, serve) -> None:
             and "default-src 'none'" in headers["content-security-policy"]
         )
         assert "access-control-allow-origin" not in headers and "server" not in headers
+
+
+def test_the_description_is_true(made, serve, key) -> None:
+    """It names what is there, who must say who they are, and which answers come in pieces or not again."""
+    _, path = made("pfedhn")
+    for settings in ({}, {"key": key}):
+        at = serve(path, **settings)
+        described = ask(at.url, "/openapi.json").json["paths"]
+        assert sum(map(len, described.values())) == len(at.service.endpoints)
+        for endpoint in at.service.endpoints:
+            operation = described[endpoint.path.replace(":path", "")][endpoint.method.lower()]
+            where = endpoint.path.replace("{digest}", next(iter(at.service.parts))).replace("{client:path}", "0")
+            assert (ask(at.url, where, endpoint.method).status == 401) == ("security" in operation), endpoint.route
+            who = bearer(key, "operator" if endpoint.access == "operator" else "client", "0") if settings else {}
+            if ask(at.url, where, endpoint.method, **who).status == 200:
+                again = ask(at.url, where, If_None_Match="*", **who).status == 304
+                part = ask(at.url, where, Range="bytes=0-3", **who).status == 206
+                assert (again, part) == ("304" in operation["responses"], "206" in operation["responses"])
+    _, other = made("fedavg")
+    assert not any(
+        where in ask(serve(other).url, "/openapi.json").json["paths"] for where in ("/v1/models", "/v1/gradients")
+    )
+
+
+def test_the_description_says_where_certificates_are_asked_for(made, authority: Path) -> None:
+    _, path = made("pfedhn")
+    files = {"tls_cert": authority / "server.pem", "tls_key": authority / "server.key"}
+    found = description(Service(Bundle(path), Settings(client_ca=authority / "ca.pem", **files)))
+    assert found["components"]["securitySchemes"]["certificate"] == {"type": "mutualTLS"}
+    assert found["paths"]["/healthz"]["get"]["security"] == [{"certificate": []}]
+    assert found["paths"]["/metrics"]["get"]["security"] == [{"certificate": [], "token": []}]
 
 
 def test_logs_have_no_bodies(made, serve, key, caplog) -> None:

@@ -73,6 +73,8 @@ class Endpoint:
     body: str = ""
     """What the body of a request has."""
     query: str = ""
+    tagged: bool = False
+    """Its answers have entity tags: what has not changed is not sent again."""
 
     @property
     def route(self) -> str:
@@ -169,6 +171,15 @@ class Service:
             "layout": layout, "tokens": self.settings.closed,
         }  # fmt: skip
 
+    def offered(self, endpoint: Endpoint) -> bool:
+        """Whether the bundle has what is asked there."""
+        return not endpoint.body or self.weaver.weaves
+
+    def asks_who(self, endpoint: Endpoint) -> bool:
+        """Whether only those are answered there who say who they are."""
+        needed = {"anybody": False, "newcomer": self.settings.closed, "client": True, "operator": self.key is not None}
+        return needed[endpoint.access]
+
     async def computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(*arguments)`` on the one thread that computes, so that others are answered meanwhile."""
         if self._waiting >= WAITING:
@@ -246,8 +257,7 @@ class Service:
 
     def _allowed(self, endpoint: Endpoint, identity: Identity | None, scope: Any) -> None:
         """Refuse who may not ask this, or asks too often."""
-        needed = {"anybody": False, "newcomer": self.settings.closed, "client": True, "operator": self.key is not None}
-        if needed[endpoint.access] and identity is None:
+        if self.asks_who(endpoint) and identity is None:
             raise Refusal(
                 401, "Say who you are: send a token (Authorization: Bearer ...), which the service's owner gives.",
                 {"www-authenticate": "Bearer"},
@@ -410,12 +420,17 @@ def endpoints() -> list[Endpoint]:
         Endpoint("GET", "/healthz", "anybody", "Whether the service answers", "application/json", healthz),
         Endpoint("GET", "/metrics", "operator", "Counters, for Prometheus", "text/plain", metrics),
         Endpoint("GET", "/openapi.json", "anybody", "This description", "application/json", openapi),
-        Endpoint("GET", "/v1", "anybody", "What is served, and how a newcomer joins", "application/json", service_card),
-        Endpoint("GET", "/v1/card", "anybody", "The model card", "application/json", model_card),
-        Endpoint("GET", "/v1/architectures", "anybody", "The networks", "application/json", list_architectures),
-        Endpoint("GET", "/v1/parts/{digest}.safetensors", "newcomer", "A part of the bundle", SAFETENSORS, part),
+        Endpoint("GET", "/v1", "anybody", "What is served, and how a newcomer joins", "application/json", service_card,
+                 tagged=True),
+        Endpoint("GET", "/v1/card", "anybody", "The model card; as Markdown, if Accept says so", "application/json",
+                 model_card, tagged=True),
+        Endpoint("GET", "/v1/architectures", "anybody", "The networks", "application/json", list_architectures,
+                 tagged=True),
+        Endpoint("GET", "/v1/parts/{digest}.safetensors", "newcomer", "A part of the bundle", SAFETENSORS, part,
+                 tagged=True),
         Endpoint(
-            "GET", "/v1/clients/{client:path}/model", "client", "A participant's own model", SAFETENSORS, participant
+            "GET", "/v1/clients/{client:path}/model", "client", "A participant's own model", SAFETENSORS, participant,
+            tagged=True,
         ),
         Endpoint(
             "POST", "/v1/models", "newcomer", "A newcomer's model, woven from its vector", SAFETENSORS, weave,
