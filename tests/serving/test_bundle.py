@@ -22,7 +22,7 @@ from fedloom.core.errors import DataError, FedloomError, NeedsError, RunError
 from fedloom.core.tensors import read_tensors
 from fedloom.core.trees import flatten
 from fedloom.data.registry import load as load_data
-from fedloom.serving.archive import Archive
+from fedloom.serving.archive import Archive, write_archive
 from fedloom.serving.bundle import LOOM, MODEL, PARTICIPANTS, Bundle, make_bundle, newcomers_state
 from fedloom.serving.card import as_markdown
 from fedloom.training.admission import admitted
@@ -144,6 +144,25 @@ def test_the_card_has_intervals_and_limits(made) -> None:
     for heading in ("Data", "Networks", "How well it does", "Newcomers", "Limits", "Privacy", "Citation"):
         assert f"## {heading}" in text
     assert "no samples, no labels and no memory" in text and "McMahan" in text
+
+
+def test_a_card_without_a_score_says_so(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was never tested has none, nor has one whose loss was no number."""
+    run, _ = made("fedavg")
+    lines = [{**line, "metric": [None] * len(line["metric"])} for line in run.directory.scores()]
+    monkeypatch.setattr(type(run.directory), "scores", lambda self: lines)
+    bundle = Bundle(make_bundle(run, tmp_path / "bundle"))
+    assert bundle.card["metrics"] == [] and "It was not evaluated." in as_markdown(bundle.card, bundle.digest)
+
+
+def test_a_card_that_cannot_be_shown_is_found_before_serving(made, tmp_path: Path) -> None:
+    _, path = made("fedavg")
+    archive = Archive(path)
+    parts = {name: bytes(archive.view(name)) for name in archive.names}
+    kept = {name: value for name, value in archive.manifest.items() if name not in ("format", "parts")}
+    write_archive(tmp_path / "odd", kept, {**parts, "card.json": b"{}"})
+    with pytest.raises(RunError, match="is not a bundle that this fedloom can use"):
+        Bundle(tmp_path / "odd").check()
 
 
 def test_a_private_descriptor_is_named_with_its_epsilon(made) -> None:

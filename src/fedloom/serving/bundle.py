@@ -43,7 +43,7 @@ from fedloom.runs.files import to_json
 from fedloom.runs.options import RunOptions
 from fedloom.runs.roster import Member, Roster
 from fedloom.serving.archive import CARD, Archive, write_archive
-from fedloom.serving.card import architectures, card_of
+from fedloom.serving.card import architectures, as_markdown, card_of
 from fedloom.training.admission import name_of_newcomer
 from fedloom.training.config import algorithm_of, parse_options
 from fedloom.training.machine import device_of
@@ -363,6 +363,7 @@ class Bundle:
         with usable(str(self.archive.path)):
             if self.frame.joins:
                 _ = self.newcomers
+            as_markdown(self.card, self.digest)
             for client in (self.registry[0], self.registry[-1]):
                 self.given(client)
 

@@ -89,6 +89,7 @@ def _metrics(server: Server, directory: RunDirectory) -> list[dict[str, Any]]:
             for line in directory.scores()
             if tuple(map(line.get, ("model", "group", "split"))) == ("deployed", group, "test")
             and (group == "unseen" or line.get("round") == server.round)
+            and any(value is not None for value in line["metric"])
         ]
         if lines:
             values = np.array([value for value in lines[-1]["metric"] if value is not None], dtype=float)
