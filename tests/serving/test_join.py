@@ -267,6 +267,7 @@ def test_a_stream_goes_on_after_a_version_that_does_not_fit(
     told = capsys.readouterr()
     assert not end.value.code and told.out.count("Sent: nothing") == 2
     assert "Got samples of shape" in told.err and "Waiting for x.npz to change." in told.err
+    assert "There is no file x.npz yet; waiting for it." in told.err
     given[:] = given[1:]
     with pytest.raises(SystemExit) as end:  # but what does not fit at first is an error
         main(words)

@@ -173,6 +173,8 @@ def join(
     access = Access(_token_in(token_file) if token_file else None, ca, cert, cert_key)
     service = Service(url, access, epsilon=epsilon, cache=cache, trust=trust)
     joined = None
+    if follow and not data.is_file():
+        tell(f"There is no file {data} yet; waiting for it.")
     for x, y in versions(data, every) if follow else [samples_from(data)]:
         try:
             service.refresh()

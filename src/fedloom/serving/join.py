@@ -130,7 +130,10 @@ def versions(data: Path, every: float) -> Iterator[tuple[Any, Any]]:
     """
     read = ""
     while True:
-        now = digest(data.read_bytes()) if data.is_file() else ""
+        try:
+            now = digest(data.read_bytes()) if data.is_file() else ""
+        except FileNotFoundError:  # taken away a moment ago
+            now = ""
         if now != read:
             try:
                 found = samples_from(data)
