@@ -113,7 +113,9 @@ class Asked:
         announced = int(length[:18]) if length and length.isdecimal() else 0
         kind = self.request.headers.get("content-type", SAFETENSORS)
         if kind not in (SAFETENSORS, "application/octet-stream"):
-            raise Refusal(415, f"The body is said to be of another type than {SAFETENSORS}; send a safetensors file.")
+            raise Refusal(
+                415, f"The body is said to be {kind[:100]}; send a safetensors file, as Content-Type: {SAFETENSORS}."
+            )
         pieces: list[bytes] = []
         try:
             async with asyncio.timeout(self.service.settings.timeout):
