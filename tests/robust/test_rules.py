@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from fedloom.core.errors import ConfigError
-from fedloom.robust.rules import RULES, check_cohort, parse
+from fedloom.core.random import Fresh, key, uniform
+from fedloom.robust.rules import RULES, SKETCH, check_cohort, parse
 
+DRAW = key(1)
 HONEST = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [2.0, 2.0]])
 
 
 def combined(text: str, changes: torch.Tensor) -> tuple[list[float], list[float]]:
     rule, liars = parse(text)
-    found = rule(changes, liars, 1)
+    found = rule(changes, liars, DRAW)
     return found.change.tolist(), found.kept.tolist()
 
 
@@ -60,6 +62,17 @@ def test_dnc_leaves_out_those_that_stick_out_together() -> None:
     assert not kept[2] and not kept[5] and sum(kept) == 5
 
 
+def test_liars_that_know_where_dnc_looks_lie_elsewhere() -> None:
+    """So a server draws the numbers that it looks at from its operating system (``training.config``)."""
+    changes = torch.randn(8, 40_000, generator=torch.Generator().manual_seed(0))
+    hidden = torch.ones(40_000, dtype=torch.bool)
+    hidden[uniform(DRAW, (40_000,)).argsort()[:SKETCH]] = False
+    changes[[2, 5]] += 100.0 * hidden
+    rule, liars = parse("dnc:2")
+    assert rule(changes, liars, DRAW).kept[[2, 5]].any()
+    assert not rule(changes, liars, Fresh(torch.device("cpu"))).kept[[2, 5]].any()
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if name != "mean"])
 @pytest.mark.parametrize("size", [1e3, 1e8])
 def test_lies_move_a_rule_no_further_than_honest_clients_are_apart(name: str, size: float) -> None:
@@ -70,9 +83,9 @@ def test_lies_move_a_rule_no_further_than_honest_clients_are_apart(name: str, si
     text = f"{name}:2" if name in ("trimmed", "krum", "dnc") else name
     apart = (changes[1:7] - changes[1:7].mean(0)).norm(dim=1).max()
     rule, liars = parse(text)
-    moved = rule(lied, liars, 1).change - changes[1:7].mean(0)
+    moved = rule(lied, liars, DRAW).change - changes[1:7].mean(0)
     assert moved.norm() < 1.5 * apart
-    assert (RULES["mean"](lied, 0, 1).change - changes[1:7].mean(0)).norm() > 0.1 * size
+    assert (RULES["mean"](lied, 0, DRAW).change - changes[1:7].mean(0)).norm() > 0.1 * size
 
 
 @pytest.mark.parametrize("name", list(RULES))
@@ -80,7 +93,7 @@ def test_lies_move_a_rule_no_further_than_honest_clients_are_apart(name: str, si
 def test_few_replies_are_no_reason_to_fail(name: str, number: int) -> None:
     text = f"{name}:2" if name in ("trimmed", "krum", "dnc") else name
     rule, liars = parse(text)
-    found = rule(torch.ones(number, 4), liars, 1)
+    found = rule(torch.ones(number, 4), liars, DRAW)
     assert torch.allclose(found.change, torch.ones(4)) and found.kept.any()
 
 

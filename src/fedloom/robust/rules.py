@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError, unknown
-from fedloom.core.random import key, uniform
+from fedloom.core.random import Key, uniform
 
 WEISZFELD_STEPS = 30
 SKETCH = 10_000
@@ -28,23 +28,23 @@ class Combined(NamedTuple):
     kept: Tensor  # (clients,), from 0 to 1: how much of each counts, as a share of its numbers or of an equal weight
 
 
-Rule = Callable[[Tensor, int, int], Combined]
-"""(changes, how many may be lies, the round) -> what is made of them."""
+Rule = Callable[[Tensor, int, Key], Combined]
+"""(changes, how many may be lies, a key for what is drawn) -> what is made of them."""
 
 
-def mean(changes: Tensor, liars: int, round: int) -> Combined:
+def mean(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The mean, each client counted once."""
     return Combined(changes.mean(0), torch.ones_like(changes[:, 0]))
 
 
-def median(changes: Tensor, liars: int, round: int) -> Combined:
+def median(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The median of each number (Yin, Chen, Ramchandran, Bartlett 2018). Of two in the middle, their mean."""
     low, high = (len(changes) - 1) // 2, len(changes) // 2
     ordered, whose = changes.sort(0)
     return Combined((ordered[high] + ordered[low]) / 2, _shares(changes, whose[low : high + 1]))
 
 
-def trimmed(changes: Tensor, liars: int, round: int) -> Combined:
+def trimmed(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The mean of each number without its largest and smallest values, as many as may be lies (Yin et al. 2018)."""
     liars = min(liars, (len(changes) - 1) // 2)
     inner = slice(liars, len(changes) - liars)
@@ -52,7 +52,7 @@ def trimmed(changes: Tensor, liars: int, round: int) -> Combined:
     return Combined(ordered[inner].mean(0), _shares(changes, whose[inner]))
 
 
-def krum(changes: Tensor, liars: int, round: int) -> Combined:
+def krum(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The change whose n - f - 2 nearest others are nearest to it (Blanchard, El Mhamdi, Guerraoui, Stainer 2017)."""
     number = len(changes)
     near = max(1, min(number - liars - 2, number - 1))
@@ -64,22 +64,23 @@ def krum(changes: Tensor, liars: int, round: int) -> Combined:
     return Combined(changes[scores.argmin()], kept)
 
 
-def geomedian(changes: Tensor, liars: int, round: int) -> Combined:
+def geomedian(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The point with the least sum of distances to all (Pillutla, Kakade, Harchaoui 2022), by Weiszfeld's steps."""
-    point = median(changes, liars, round).change
+    point = median(changes, liars, draw).change
     for _ in range(WEISZFELD_STEPS):
         weights = 1 / (changes - point).norm(dim=1).clamp(min=1e-6)
         point = (weights[:, None] * changes).sum(0) / weights.sum()
     return Combined(point, (len(changes) * weights / weights.sum()).clamp(max=1))
 
 
-def dnc(changes: Tensor, liars: int, round: int) -> Combined:
+def dnc(changes: Tensor, liars: int, draw: Key) -> Combined:
     """The mean without those that stick out most along the direction of most spread (Shejwalkar, Houmansadr 2021).
 
-    The direction is that of a random part of the numbers; half as many again as may be lies are left out.
+    The direction is that of a random part of the numbers, which liars must not know beforehand; half as many again as
+    may be lies are left out.
     """
     out = min(-(-3 * liars // 2), len(changes) - 1)
-    drawn = uniform(key(round, "dnc"), (changes.shape[1],)).argsort()[:SKETCH].to(changes.device)
+    drawn = uniform(draw, (changes.shape[1],)).argsort()[:SKETCH].to(changes.device)
     part = changes[:, drawn].double()
     centred = part - part.mean(0)
     # the first right singular vector, by the small matrix of the clients

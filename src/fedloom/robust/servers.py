@@ -23,27 +23,35 @@ from torch import Tensor
 
 from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Program, Setup, Table
 from fedloom.core.errors import NeedsError
+from fedloom.core.random import Fresh, Key, key
 from fedloom.core.trees import ClientId, PerClient, Tree, leaves, tree_map
 from fedloom.robust.rules import Rule, parse
 
 
-def with_rule(algorithm: Algorithm, text: str) -> Algorithm:
-    """``algorithm``, whose replies are combined by the rule that ``text`` names."""
+def with_rule(algorithm: Algorithm, text: str, *, secret: bool = False) -> Algorithm:
+    """``algorithm``, whose replies are combined by the rule that ``text`` names.
+
+    ``secret``: what the rule draws comes from the operating system, so that no client knows it beforehand.
+    """
     rule, liars = parse(text)
     named = f"{algorithm.name}, {text}"
     if algorithm.one_step:
-        own = partial(_round_of_loom, algorithm, rule, liars)
+        own = partial(_round_of_loom, algorithm, rule, liars, secret)
         return replace(algorithm, name=named, init=partial(_init_of_loom, algorithm), round=own)
     if not algorithm.means:
         raise NeedsError(
             f"{algorithm.name} uses what single clients reply, and --aggregate is for methods that need only a mean "
             'over clients. `fedloom methods "only means"` lists them.'
         )
-    return replace(algorithm, name=named, round=partial(_round, algorithm, rule, liars))
+    return replace(algorithm, name=named, round=partial(_round, algorithm, rule, liars, secret))
+
+
+def _drawn(cohort: Cohort, secret: bool) -> Key:
+    return Fresh(torch.device("cpu")) if secret else key(cohort.round, "dnc")
 
 
 def _round(
-    algorithm: Algorithm, rule: Rule, liars: int, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
+    algorithm: Algorithm, rule: Rule, liars: int, secret: bool, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
 ) -> tuple[Any, Diagnostics]:
     """The method's round, with one combined reply in the place of all."""
     told: dict[str, Table | Tensor] = {}
@@ -57,7 +65,7 @@ def _round(
         replies = ask(program, shared, mine)
         ((clients, tree),) = replies.groups  # methods of means have one architecture
         branches = {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
-        found = rule(_rows(branches, len(clients)), liars, cohort.round)
+        found = rule(_rows(branches, len(clients)), liars, _drawn(cohort, secret))
         told.update(_told(clients, found.kept))
         loss = (tree["loss"] * found.kept).sum() / found.kept.sum()
         one = {"num_samples": torch.ones_like(tree["num_samples"][:1]), "loss": loss[None]}
@@ -83,13 +91,13 @@ def _init_of_loom(algorithm: Algorithm, setup: Setup[Any]) -> Any:
 
 
 def _round_of_loom(
-    algorithm: Algorithm, rule: Rule, liars: int, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
+    algorithm: Algorithm, rule: Rule, liars: int, secret: bool, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
 ) -> tuple[Any, Diagnostics]:
     """The method's round, in which clients' gradients of the loom are combined by the rule."""
     told: dict[str, Table | Tensor] = {}
 
     def combine(clients: Sequence[ClientId], gradients: Tensor) -> Tensor:
-        found = rule(gradients, liars, cohort.round)
+        found = rule(gradients, liars, _drawn(cohort, secret))
         told.update(_told(clients, found.kept))
         return found.change
 

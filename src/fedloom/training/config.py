@@ -57,7 +57,7 @@ def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]
 def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> Algorithm:
     """The method, averaged, made private or robust, and adapted as the options say.
 
-    ``secret``: the server's noise comes from the operating system.
+    ``secret``: what the server draws to hide something comes from the operating system.
     """
     found = algorithms.get(method)
     if options.average:
@@ -65,7 +65,7 @@ def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> A
     if how := client_privacy(options, secret):
         found = with_client_privacy(found, how)
     if options.aggregate:
-        found = with_rule(found, options.aggregate)
+        found = with_rule(found, options.aggregate, secret=secret)
     if options.max_weight:
         found = with_bounded_weights(found, options.max_weight)
     if options.malicious:
