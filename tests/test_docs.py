@@ -185,6 +185,13 @@ def test_a_methods_page_has_the_headings_in_order(page: Path) -> None:
     assert method.citation in cited if method.citation else "no paper" in cited
 
 
+def test_methods_pages_name_files_that_are_there() -> None:
+    named = {(page.stem, file) for page in METHOD_PAGES
+             for file in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8"))}  # fmt: skip
+    places = (ROOT / "src" / "fedloom", ROOT)
+    assert [one for one in sorted(named) if not any((place / one[1]).is_file() for place in places)] == []
+
+
 @pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
 def test_a_methods_page_names_its_own_options(page: Path) -> None:
     """Those that the method or its loom adds to local training; a variant's page refers to the other's."""
