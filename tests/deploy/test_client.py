@@ -390,6 +390,18 @@ def test_who_asks_the_same_again_gets_the_same_noise(tmp_path: Path) -> None:
     assert evaluations(tmp_path, 1) == answers[:1]
     exact = evaluations(tmp_path / "exact", 3, 1e-3, evaluation="exact")
     assert len(set(exact)) == 3 and not (tmp_path / "exact" / "answers").exists()  # no noise: nothing is counted
+    assert Store(tmp_path / "exact").releases() == []
+
+
+def test_noised_evaluations_are_releases_of_the_samples_that_were_tried(tmp_path: Path) -> None:
+    """A sample moves three sums, each by one unit at most: noise of 2 on each is one of 2 / sqrt(3) on all."""
+    evaluations(tmp_path, 3, 1e-9, **{"evaluation-noise": 2.0})
+    evaluations(tmp_path, 1, **{"evaluation-noise": 2.0})  # which it has given already
+    found = Store(tmp_path).releases()
+    assert {(one.what, one.unit, one.clients, one.size, one.who) for one in found} == {
+        ("evaluate.test", "sample", 40, 40, ("a",))
+    }
+    assert len(found) == 3 and found[0].noise == pytest.approx(2 / 3**0.5)
 
 
 def test_a_node_stops_after_so_many_noised_answers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import re
 import secrets
 import traceback
@@ -47,9 +48,11 @@ from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import TRIED, ClientFault
 from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
+from fedloom.looms.encoder import PRIVATELY
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.privacy.gaussian import analytic_sigma
 from fedloom.privacy.ledger import Release, epsilon
 from fedloom.programs.allowed import Evaluation, allowed
 from fedloom.programs.evaluation import EVALUATION
@@ -62,7 +65,7 @@ from fedloom.training.machine import device_of
 
 log = logging.getLogger(__name__)
 
-OF_DATA_ALONE = ("label_shares", "encoder.describe_privately")
+OF_DATA_ALONE = ("label_shares", PRIVATELY)
 """Programs whose answers depend neither on what the client remembers nor on the round."""
 
 USUAL = ("data", "model", "partition-id", "num-partitions")
@@ -253,7 +256,8 @@ class Participant:
         if self.sums and not masking and not program.name.startswith(EVALUATION):
             reply = unlearned(reply)
         if noised:
-            reply = _on(self.store.once(run, _question(program, asked, shared, mine), reply, self.own.max_answers),
+            question, most = _question(program, asked, shared, mine), self.own.max_answers
+            reply = _on(self.store.once(run, question, reply, most, self._spent_beside(program)),
                         self.federation.device)  # fmt: skip
         if masking:
             reply = masking(reply)
@@ -272,9 +276,23 @@ class Participant:
         one = Release(0, program.name, noise, "poisson", samples, size, secrets.token_hex(8),
                       steps_of(samples, batches), "sample", (self.name,))  # fmt: skip
         most = self.own.max_epsilon
-        if most and epsilon([*self.store.releases(), one], self.own.dp_delta) > most:
+        known = [other for other in self.store.releases() if not other.what.startswith(EVALUATION)]
+        if most and epsilon([*known, one], self.own.dp_delta) > most:
             raise Refusal(f"would spend more than epsilon {most:g} on each of its samples, its own max-epsilon.")
         self.store.release(one)
+
+    def _spent_beside(self, program: Program) -> Release | None:
+        """What an answer with noise spends of samples' privacy where nothing is trained."""
+        if program.name == PRIVATELY:
+            noise = analytic_sigma(self.config.descriptor_epsilon, self.config.descriptor_delta)
+        elif program.name.startswith(EVALUATION):  # a sample moves three sums
+            noise = self.own.evaluation_noise / math.sqrt(3)
+        else:
+            return None
+        assert program.batches is not None
+        samples = len(self.federation.roster[self.name].rows[program.batches.split])
+        return Release(0, program.name, noise, "poisson", samples, samples, secrets.token_hex(8), unit="sample",
+                       who=(self.name,))  # fmt: skip
 
     def _program(self, name: str) -> Program:
         """The program of that name, from this client's own method file and config."""

@@ -110,10 +110,10 @@ class Store:
             if found and int(found[1]) < version and int(found[1]) not in keep:
                 file.unlink(missing_ok=True)
 
-    def once(self, run: str, question: bytes, answer: Tree, most: int) -> Tree:
+    def once(self, run: str, question: bytes, answer: Tree, most: int, spent: Release | None = None) -> Tree:
         """The answer that was given to that question before; else this one, which counts as one of ``most``.
 
-        Noise that is drawn anew whenever somebody asks can be averaged away.
+        Noise that is drawn anew whenever somebody asks can be averaged away. ``spent``: what this answer makes public.
         """
         folder, count = self.of_run(run) / "answers", self.folder / "answers"
         file = folder / f"{hashlib.sha256(question).hexdigest()}.safetensors"
@@ -124,6 +124,8 @@ class Store:
             raise Refusal(f"has given {given} answers with noise on them, as many as its own max-answers allows.")
         folder.mkdir(exist_ok=True, parents=True, mode=0o700)
         write_file(count, str(given + 1).encode())  # before anything is told
+        if spent:
+            self.release(spent)
         write_file(file, encode(answer))
         kept = sorted(folder.glob("*.safetensors"), key=lambda one: one.stat().st_mtime_ns)
         for old in kept[:-KEPT]:
