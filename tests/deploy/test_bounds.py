@@ -176,6 +176,21 @@ def test_one_enormous_reply_leaves_the_round_to_the_others(tmp_path: Path) -> No
     assert max(float(leaf.abs().max()) for leaf in state_of(free).values()) > 1e28
 
 
+def test_no_client_decides_whether_the_change_of_another_counts_where_noise_is_to_hide_it(tmp_path: Path) -> None:
+    """One client can move a median from end to end, and noise hides no more than one change of the bound."""
+    ours = deployed("fedavg", small_federation(), tmp_path, dp_noise=1.0, dp_clip=0.5)
+    for client in ("0", "1", "2"):
+        ours.lobby.faults[client] = replying(
+            lambda tree: {**tree, "delta": tree_map(lambda leaf: 0 * leaf, tree["delta"])}
+        )
+    assert ours.train_round()["dropped"] == []
+    ours.lobby.faults = {
+        "2": replying(lambda tree: {**tree, "delta": tree_map(lambda leaf: leaf + 1e30, tree["delta"])})
+    }
+    assert ours.train_round()["dropped"] == []
+    assert max(float(leaf.abs().max()) for leaf in state_of(ours).values()) < 10, "the bound is enough"
+
+
 @pytest.mark.parametrize("lie", [1e30, -1e30])
 def test_a_training_loss_counts_no_more_than_so_many_times_the_median_and_is_noted(lie: float, tmp_path: Path) -> None:
     ours = deployed("fedavg", small_federation(), tmp_path)
