@@ -244,10 +244,13 @@ def test_newcomers_that_come_after_the_run_are_admitted_with_its_best_checkpoint
     out = tmp_path / "run"
     real = Nearby.connect
     monkeypatch.setattr(Nearby, "connect", lambda self, client, **k: None if client == "4" else real(self, client, **k))
-    served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=4, rounds=2, finetune_after=1)
+    private = {"out": str(out), "finetune_after": 1, "descriptor_epsilon": 1.0}
+    served("it_pfl_hn", federation, tmp_path, monkeypatch, nodes=4, rounds=2, **private)
     before = (out / "summary.json").read_bytes()
+    assert RunDirectory.open(out).lines(PRIVACY) == []
     monkeypatch.setattr(Nearby, "connect", real)
-    lobby = served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), admit=True, finetune_after=1)
+    lobby = served("it_pfl_hn", federation, tmp_path, monkeypatch, admit=True, **private)
+    assert [one.who for one in releases_of(RunDirectory.open(out).lines(PRIVACY))] == [("4",)]
     assert (tmp_path / "nodes" / "4" / lobby.run / "model" / "client-4.safetensors").is_file()
     assert (out / "summary.json").read_bytes() == before
     assert {client for kind, client, _, _ in lobby.letters if kind != "query.hello"} == {"4"}

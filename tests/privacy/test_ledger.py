@@ -127,6 +127,20 @@ def test_a_fixed_number_of_clients_costs_more_than_drawing_each() -> None:
     assert fixed > 2 * epsilon([release(4.0, 1000, 20, 100)], 1e-5)
 
 
+def test_a_fixed_number_of_clients_is_accounted_for_with_one_client_replaced() -> None:
+    """No less than what tells two federations apart in which one client replies with the bound, or its opposite."""
+    rate, noise, delta = 0.5, 2.0, 1e-5
+    x = np.linspace(-40, 40, 800_001)
+    one, other = ((1 - rate) * np.exp(-(x**2) / 8) + rate * np.exp(-((x - bound) ** 2) / 8) for bound in (1.0, -1.0))
+    one, other = one / one.sum(), other / other.sum()
+    found = epsilon([release(noise, 1000, 1000 * rate, 1, "fixed")], delta)
+    assert np.maximum(one - math.exp(found) * other, 0).sum() < delta
+    undivided = epsilon([release(2 * noise, 1000, 1000 * rate, 1, "fixed")], delta)
+    assert np.maximum(one - math.exp(undivided) * other, 0).sum() > delta, (
+        "a client that is left out moves half as much"
+    )
+
+
 def test_everybody_in_every_round_is_not_sampled_however_it_is_called() -> None:
     assert epsilon([release(4.0, 20, 20, 9, "fixed")], 1e-5) == epsilon([release(4.0, 20, 20, 9)], 1e-5)
 
@@ -146,12 +160,16 @@ def test_two_ways_of_sampling_do_not_add_up() -> None:
 def test_rounds_within_a_limit_are_as_many_as_fit() -> None:
     coming = release(2.0, 100, 10, 1)
     done = [coming._replace(round=r) for r in (1, 2, 3)]
-    more = rounds_within(done, coming, 500, 2.0, 1e-5)
+
+    def rounds(number: int) -> list[Release]:
+        return [coming._replace(times=number)]
+
+    more = rounds_within(done, rounds, 500, 2.0, 1e-5)
     assert 0 < more < 500
     assert epsilon([*done, coming._replace(times=more, round=9)], 1e-5) <= 2.0
     assert epsilon([*done, coming._replace(times=more + 1, round=9)], 1e-5) > 2.0
-    assert rounds_within(done, coming, 500, 0.01, 1e-5) == 0
-    assert rounds_within([], coming, 5, 1e6, 1e-5) == 5
+    assert rounds_within(done, rounds, 500, 0.01, 1e-5) == 0
+    assert rounds_within([], rounds, 5, 1e6, 1e-5) == 5
 
 
 def test_samples_are_accounted_for_by_client_and_the_worst_one_is_named() -> None:

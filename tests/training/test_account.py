@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
 import fedloom
-from fedloom.core.errors import ConfigError, NeedsError, RunError
-from fedloom.privacy.ledger import epsilon, releases_of, worst
+from fedloom.adaptation.prior import NOISED_ASKS
+from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
+from fedloom.core.trees import PerClient
+from fedloom.engines.engine import Session
+from fedloom.engines.memories import Memories
+from fedloom.privacy.ledger import Release, epsilon, releases_of, worst
 from fedloom.reports.privacy import statement
 from fedloom.runs.directory import PRIVACY
 from fedloom.serving.bundle import Bundle, make_bundle
+from fedloom.training.account import Account
 
 pytest.importorskip("dp_accounting", reason="needs the extra privacy")
 OPTIONS = {
@@ -96,10 +104,66 @@ def test_clients_are_drawn_one_by_one(tmp_path) -> None:
 
 def test_calibration_with_noise_is_released_too(tmp_path) -> None:
     run = train(tmp_path / "run", rounds=2, adapt="prior", adapt_clip=1.0, adapt_noise=4.0)
-    kinds = {line["what"]: line for line in released(run)}
-    assert kinds["settling"]["times"] > 3 and kinds["settling"]["size"] == 20
+    settled = [one for one in releases_of(released(run)) if one.what == "settling"]
+    assert 3 < len(settled) <= NOISED_ASKS and {(one.size, one.times) for one in settled} == {(20, 1)}
     plain = epsilon([one for one in releases_of(released(run)) if one.what == "training"], 1e-5)
     assert epsilon(releases_of(released(run)), 1e-5) > plain
+
+
+def test_calibration_is_kept_within_epsilon_too(tmp_path) -> None:
+    """As often as it may be asked, with every evaluation to come: its noise counts as much as that of rounds."""
+    settling = {"adapt": "prior", "adapt_clip": 1.0, "adapt_noise": 12.0, "eval_every": 2}
+    whole = train(tmp_path / "whole", rounds=8, **settling)
+    limit = 0.8 * epsilon(releases_of(released(whole)), 1e-5)
+    run = train(tmp_path / "run", rounds=8, max_epsilon=limit, **settling)
+    assert 0 < run.summary["rounds"] < 8 and epsilon(releases_of(released(run)), 1e-5) <= limit
+    with pytest.raises(ConfigError, match="one round would have"):
+        train(tmp_path / "none", max_epsilon=limit / 20, **settling)
+
+
+def test_calibration_is_written_down_of_a_run_of_no_rounds_and_before_it_is_used(tmp_path) -> None:
+    run = train(tmp_path / "run", rounds=0, adapt="prior", adapt_clip=1.0, adapt_noise=4.0)
+    assert {line["what"] for line in released(run)} == {"settling"}
+
+
+def test_how_many_samples_a_client_has_is_not_in_what_calibration_with_noise_finds(tmp_path) -> None:
+    options = {"adapt": "prior", "adapt_clip": 1.0, "adapt_noise": 4.0, "rounds": 0}
+    simulation = train(tmp_path / "run", **options).simulation
+    session, setup = simulation.session("settling after round 0", Memories()), simulation.server.setup
+
+    def settled(times: int):
+        def ask(program, shared, mine):
+            replies = Session.ask(session, program, shared, mine)
+            return PerClient((clients, {**tree, **{name: tree[name] * times for name in tree if name == "num_samples"}})
+                             for clients, tree in replies.groups)  # fmt: skip
+
+        session.asks = 0
+        return simulation.server.algorithm.settle(setup, simulation.server.state, ask)
+
+    assert torch.equal(settled(1).alpha, settled(50).alpha)
+
+
+def test_the_ledger_has_rounds_as_large_as_they_are_where_clients_come_and_go(tmp_path) -> None:
+    run = train(tmp_path / "run", rounds=1)
+    trainer = run.simulation
+    account, size = Account(trainer, run.directory), lambda: releases_of(released(run))[-1].size
+    trainer.server.options = dataclasses.replace(trainer.server.options, cohort=7)
+    trainer.train_round()
+    account.trained()
+    assert size() == 7
+
+
+def test_a_round_is_not_begun_that_would_exceed_epsilon_because_clients_have_gone(tmp_path, monkeypatch) -> None:
+    limit = epsilon([Release(1, "training", 1.0, "poisson", 20, 4, times=3)], 1e-5) * 1.01
+    run = train(tmp_path / "run", rounds=1, max_epsilon=limit)
+    trainer = run.simulation
+    account = Account(trainer, run.directory)
+    trainer.server.options = dataclasses.replace(trainer.server.options, rounds=10)
+    assert account.last_round() == 3
+    monkeypatch.setattr(type(trainer), "present", property(lambda self: self.server.setup.clients[:5]))
+    with pytest.raises(RoundError, match=r"Round 2 of 5 clients would have epsilon .* Nobody was asked"):
+        trainer.train_round()
+    assert len(released(run)) == 1 and account.last_round() == 1
 
 
 HIDDEN = {

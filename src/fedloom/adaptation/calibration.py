@@ -26,6 +26,8 @@ from fedloom.core.random import fold, normal
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 
 MAX_ASKS = 20
+NOISED_ASKS = 8
+"""Where answers are noised: each costs privacy."""
 HOLD = 1.0
 """Half of this times the squared biases is added to the loss: classes that no client can compare stay as they are."""
 LEAST = 1e-3
@@ -97,7 +99,7 @@ def fit(
     hold = torch.full_like(point, HOLD)
     hold[0] = 0.0
     program, step, best = calibrating(algorithm, privacy), torch.zeros_like(point), math.inf
-    for _ in range(8 if privacy.noise else MAX_ASKS):
+    for _ in range(NOISED_ASKS if privacy.noise else MAX_ASKS):
         shared = {**sent.shared, "point": (point + step).to(setup.dtype)}
         replies = ask(program, shared, sent.mine)
         values, grads, curves, counts = (

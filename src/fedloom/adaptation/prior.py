@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedloom.adaptation import calibration
 from fedloom.adaptation.calibration import Privacy, calibrating, fit
 from fedloom.adaptation.checks import Reference, gather, judge, log_ratio, no_reference, referring, statistics
 from fedloom.adaptation.dirichlet import STEPS, Votes, fit_dirichlet, no_votes, shares, vote
@@ -45,6 +46,12 @@ from fedloom.programs.labels import ask_label_shares, label_shares
 
 OPEN = Privacy()
 """No clipping and no noise."""
+
+NOISED_ASKS = calibration.NOISED_ASKS + 3
+"""So often participants answer with noise in one settling, at most: the calibration, and the others of ``telling``."""
+
+BEHIND = 100.0
+"""Samples that noised shares are taken to be of."""
 
 PASSES = STEPS + 1
 """Over a newcomer's samples: one for each step of EM, and one that checks the result."""
@@ -132,7 +139,9 @@ def _settle(algorithm: Algorithm, privacy: Privacy, setup: Setup[Any], state: St
     if algorithm.settle:
         plain = algorithm.settle(setup, plain, ask)
     told = ask_label_shares(setup, setup.clients, ask, privacy.noise)
-    rows = [tree["shares"].clamp(min=0) * tree["num_samples"][:, None] for _, tree in told.groups]
+    # how many samples a client has would tell of it, and matters little beside noise
+    rows = [tree["shares"].clamp(min=0) * (BEHIND if privacy.noise else tree["num_samples"][:, None])
+            for _, tree in told.groups]  # fmt: skip
     alpha = torch.as_tensor(fit_dirichlet(torch.cat(rows).double().cpu().numpy())).to(state.alpha)
     base = algorithm.send(setup, plain, setup.clients)
     sent = Sent({"base": base.shared, "alpha": alpha}, base.mine)
@@ -179,8 +188,13 @@ def _programs(algorithm: Algorithm, privacy: Privacy, config: Any, model: Model,
     own = programs_of(algorithm, config, model, newcomer)
     if newcomer:
         return [*own, _estimate_program(algorithm)]
+    return [*own, *telling(algorithm, privacy)]
+
+
+def telling(algorithm: Algorithm, privacy: Privacy) -> list[Program]:
+    """What participants are asked when the state settles, and answer with noise if there is to be any."""
     asked = [calibrating(algorithm, privacy), referring(algorithm, privacy), trying(algorithm, privacy)]
-    return [*own, label_shares(privacy.noise), *asked]
+    return [label_shares(privacy.noise), *asked]
 
 
 def _restored(algorithm: Algorithm, fresh: Tree, saved: Tree) -> Tree:

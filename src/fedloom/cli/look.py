@@ -94,7 +94,8 @@ def privacy(
     from fedloom.runs.directory import PRIVACY, RunDirectory
 
     directory = RunDirectory.open(run)
-    found = statement(directory.config, directory.lines(PRIVACY), delta)
+    prepared = directory.has_roster() and directory.roster().preparation is not None
+    found = statement(directory.config, directory.lines(PRIVACY), delta, prepared=prepared)
     if json:
         json_line({**found._asdict(), "releases": [kind._asdict() for kind in found.releases]})
         return

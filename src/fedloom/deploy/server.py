@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from fedloom.progress import Display, display
 from fedloom.runs.directory import CONFIG, RunDirectory
 from fedloom.runs.environment import environment
 from fedloom.runs.files import to_json, write_file
+from fedloom.training.account import Account
 from fedloom.training.config import algorithm_of, flat_config
 from fedloom.training.loop import save, train
 from fedloom.training.machine import device_of
@@ -139,7 +140,8 @@ def admit(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displa
             )
         time.sleep(PAUSE)
         deployment.look()
-    deployment.deliver_to_newcomers()
+    with closing(Account(deployment, directory)):
+        deployment.deliver_to_newcomers()
     _note_delivery(directory, deployment)
     if not deployment.delivered:
         reasons = "; ".join(f"{client} {reason}" for client, reason in deployment.undelivered.items())
@@ -333,7 +335,8 @@ class Deployment(Trainer):
     def _engine(self, federation: Federation) -> Flower:
         """The way to these clients."""
         method, options, config, deploy = self.settings
-        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm, deploy.max_weight, self.settings.sums)
+        rules = Rules(deploy.timeout, deploy.quorum, deploy.max_norm, deploy.max_weight, self.settings.sums,
+                      hides_clients=bool(options.dp_noise))  # fmt: skip
         told = {one.client: one.samples for one in self.greetings if one.role == "participant"}
         return Flower(
             federation, algorithm_of(method, options), config, options.seed, self.lobby.run, self.lobby.exchange, rules,
@@ -596,7 +599,8 @@ def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> Non
             f"{last}, so it was removed; that of round {before} is intact: see to the clients, then resume."
         ) from error
     if deployment.deploy.deliver:
-        deployment.deliver()
+        with closing(Account(deployment, directory)):
+            deployment.deliver()
         _note_delivery(directory, deployment)
 
 

@@ -18,7 +18,7 @@ A release that is drawn again from the same seed is the same release; from the o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -194,12 +194,14 @@ def _event(kind: Release, fixed: bool) -> Any:
     return dp.PoissonSampledDpEvent(kind.size / kind.clients, dp.GaussianDpEvent(kind.noise))
 
 
-def rounds_within(done: Sequence[Release], coming: Release, most: int, limit: float, delta: float) -> int:
-    """How many more releases like ``coming``, up to ``most``, keep epsilon within ``limit``."""
+def rounds_within(
+    done: Sequence[Release], coming: Callable[[int], Sequence[Release]], most: int, limit: float, delta: float
+) -> int:
+    """How many more rounds, up to ``most``, keep epsilon within ``limit``; ``coming(n)`` is what n of them release."""
     low, high = 0, most + 1  # low are within it, high are not, as far as is known
     while high - low > 1:
         middle = (low + high) // 2
-        if epsilon([*done, coming._replace(times=middle)], delta) <= limit:
+        if epsilon([*done, *coming(middle)], delta) <= limit:
             low = middle
         else:
             high = middle

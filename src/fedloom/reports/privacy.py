@@ -38,8 +38,10 @@ class Statement(NamedTuple):
         return [*self.covered, *self.not_covered]
 
 
-def statement(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], delta: float | None = None) -> Statement:
-    """What holds for a run with this config and these releases."""
+def statement(
+    config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], delta: float | None = None, *, prepared: bool = False
+) -> Statement:
+    """What holds for a run with this config and these releases; ``prepared``: of raw samples."""
     releases = releases_of(lines)
     delta = delta or float(config.get("dp_delta", 1e-5))
     found, covered, why_not = None, [], []
@@ -56,7 +58,7 @@ def statement(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], del
     except NeedsError as error:
         why_not = [str(error)]
     return Statement(found, least.epsilon if least else None, delta, _listed(releases), covered,
-                     [*_open(config, releases), *why_not])  # fmt: skip
+                     [*_open(config, releases, prepared), *why_not])  # fmt: skip
 
 
 def _listed(releases: Sequence[Release]) -> list[Kind]:
@@ -90,7 +92,7 @@ def _of_samples(releases: Sequence[Release], least: Spent, delta: float) -> str:
     )
 
 
-def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
+def _open(config: Mapping[str, Any], releases: Sequence[Release], prepared: bool) -> list[str]:
     """What the guarantee for clients does not cover."""
     found = []
     if config.get("sample_dp_noise"):
@@ -103,8 +105,9 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
         found += ["Training was not differentially private: nothing bounds what the models tell of a client."]
     if config.get("dp_noise"):
         found += [
-            "The records of the run are exact: scores, losses, who was asked. So is the choice of the best round by "
-            "them. Keep the run directory to yourself, or hand on its models alone (fedloom bundle).",
+            "Scores are exact, and so is the choice of the best round by them.",
+            "So are the other records of the run: losses, who was asked. Keep the run directory to yourself, or hand "
+            "on its models alone (fedloom bundle).",
             "What clients keep for themselves, such as layers of their own, is in the checkpoints of a simulation.",
         ]
         if config.get("server_step"):
@@ -113,6 +116,11 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
                 "loom, or models woven for others. A bundle for participants has all embeddings, and newcomers start "
                 "at their mean; neither is covered."
             )
+    if prepared and (config.get("dp_noise") or config.get("sample_dp_noise")):
+        found.append(
+            "How raw samples are prepared, means, scales and categories, was worked out exactly from the training data "
+            "of all participants, and goes with every model. Prepared samples have nothing of it."
+        )
     if any(one.from_seed for one in releases):
         found.append(
             "This is a simulation, whose noise follows from its seed: it shows what a guarantee costs. Who knows the "

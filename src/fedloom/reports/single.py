@@ -313,7 +313,8 @@ def _left(facts: Facts) -> list[Block]:
                 note,
             )
         )
-    blocks.append(text_block(*statement(facts.config, facts.released).sentences))
+    prepared = facts.roster is not None and facts.roster.preparation is not None
+    blocks.append(text_block(*statement(facts.config, facts.released, prepared=prepared).sentences))
     return blocks
 
 

@@ -131,7 +131,8 @@ def _privacy(directory: RunDirectory, server: Server) -> list[str]:
         "The bundle has no samples, no labels and no memory of any client. Parameters were trained on participants' "
         "data, and can tell something of them.",
     ]
-    kept = statement(directory.config | {"adapt": options.adapt}, directory.lines(PRIVACY))
+    config, prepared = directory.config | {"adapt": options.adapt}, server.roster.preparation is not None
+    kept = statement(config, directory.lines(PRIVACY), prepared=prepared)
     return [*told, *kept.covered, *(sentence for sentence in kept.not_covered if "run directory" not in sentence)]
 
 

@@ -10,8 +10,10 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 
+from fedloom.adaptation.calibration import Privacy
+from fedloom.adaptation.prior import NOISED_ASKS, telling
 from fedloom.clients.batching import steps_of
 from fedloom.core.contract import Program
 from fedloom.core.errors import ConfigError, RoundError, RunError
@@ -32,19 +34,27 @@ from fedloom.privacy.ledger import (
 )
 from fedloom.programs.allowed import programs_of
 from fedloom.runs.directory import PRIVACY, RunDirectory
+from fedloom.runs.options import RunOptions
 from fedloom.training.trainer import Trainer
+
+SETTLING = "settling"
+"""What participants are asked before an evaluation."""
 
 
 class Account:
     """The releases of a run. Without an option that has noise in it there are none."""
 
     def __init__(self, trainer: Trainer, directory: RunDirectory) -> None:
-        self.trainer, self.directory = trainer, directory
-        self.options, self.config = trainer.server.options, trainer.server.config
+        self.trainer, self.directory, self.config = trainer, directory, trainer.server.config
         self._allowed: dict[Release, int] = {}
         """Steps within ``--max-epsilon``, for clients whose steps are like these."""
         self._steps: Counter[ClientId] = Counter()
         """That clients have taken, each noised."""
+        self._planned: tuple[Release, int] | None = None
+        """What a round was taken to spend of clients' privacy, and the last round that there is room for."""
+        base, how = trainer.server.algorithm.base, Privacy(self.options.adapt_clip, self.options.adapt_noise)
+        self._settling = {program.name for program in telling(base, how)} if base and how.noise else set()
+        """What participants are asked between rounds and answer with noise of their own."""
         saved = directory.checkpoints()
         written, counted = len(directory.lines(PRIVACY)), directory.meta(saved[-1]).get("released", 0) if saved else 0
         if written < counted:
@@ -57,27 +67,65 @@ class Account:
             self._steps.update(dict.fromkeys(one.who, one.times))
         trainer.before_ask = partial(_tell, weakref.ref(self))
 
+    @property
+    def options(self) -> RunOptions:
+        """The run's. Rounds grow with the federation, where clients come to one that runs."""
+        return self.trainer.server.options
+
+    def close(self) -> None:
+        """Write nothing down any more."""
+        self.trainer.before_ask = None
+
     def last_round(self) -> int:
         """The round after which training ends: that of ``--rounds``, or the last one within ``--max-epsilon``."""
         options, now = self.options, self.trainer.server.round
         if not options.max_epsilon or now >= options.rounds:
             return options.rounds
-        return min(self._last_for_clients(), self._last_for_samples())
+        return min(self._last_for_clients(), self._last_for_samples)
 
     def _last_for_clients(self) -> int:
         options, now = self.options, self.trainer.server.round
         if not options.dp_noise:
             return options.rounds
-        done, coming = hiding(releases_of(self.directory.lines(PRIVACY)), "client"), self._of_round()
-        more = rounds_within(done, coming, options.rounds - now, options.max_epsilon, options.dp_delta)
+        alike = self._of_round()._replace(round=0)
+        if self._planned and self._planned[0] == alike:
+            return self._planned[1]
+        more = rounds_within(self._done(), self._rounds, options.rounds - now, options.max_epsilon, options.dp_delta)
         if now + more == 0:
-            first = epsilon([coming], options.dp_delta)
+            first = epsilon(self._rounds(1), options.dp_delta)
             raise ConfigError(
                 f"--max-epsilon is {options.max_epsilon:g}, and one round would have {first:.3g} already (delta "
                 f"{options.dp_delta:g}). Give a larger --dp-noise, or draw fewer clients a round."
             )
+        self._planned = alike, now + more
         return now + more
 
+    def _done(self) -> list[Release]:
+        """What clients have spent."""
+        return hiding(releases_of(self.directory.lines(PRIVACY)), "client")
+
+    def _rounds(self, number: int) -> list[Release]:
+        """What so many more rounds spend of clients' privacy at most, with their evaluations: one at the end."""
+        now, every, coming = self.trainer.server.round, self.trainer.eval_every, self._of_round()
+        found = [coming._replace(round=now + 1, times=number)]
+        if self._settling:
+            evaluations = (now + number) // every - now // every + bool((now + number) % every)
+            found.append(self._of_settling("")._replace(times=NOISED_ASKS * evaluations))
+        return found
+
+    def _check_round(self) -> None:
+        """Refuse a round that would spend more than there is room for: clients have gone since it was planned."""
+        options = self.options
+        if not options.max_epsilon or (self._planned and self._planned[0] == self._of_round()._replace(round=0)):
+            return
+        spent = epsilon([*self._done(), *self._rounds(1)], options.dp_delta)
+        if spent > options.max_epsilon:
+            raise RoundError(
+                f"Round {self.trainer.server.round + 1} of {len(self.trainer.present)} clients would have epsilon "
+                f"{spent:.3g}, more than --max-epsilon {options.max_epsilon:g}. Nobody was asked."
+            )
+
+    @cached_property
     def _last_for_samples(self) -> int:
         """The last round at which nobody who is drawn by then has spent more, evaluation and all."""
         options, trainer, now = self.options, self.trainer, self.trainer.server.round
@@ -132,6 +180,10 @@ class Account:
         number = stage if isinstance(stage, int) else self.trainer.server.round
         what = "training" if stage == number else str(stage).partition(" after ")[0]
         about = Release(number, what, 0.0, "fixed", 0, 0, self._draw(job))
+        if self.options.dp_noise and what == "training":
+            self._check_round()
+        if what == SETTLING and job.program.name in self._settling:
+            self._write(self._of_settling(about.draw))
         scale = getattr(self.config, "laplace_noise", 0.0)
         if job.hides_samples:
             self._hidden(job, about)
@@ -178,13 +230,11 @@ class Account:
         if self.options.dp_noise:
             self._write(self._of_round())
 
-    def settled(self, asks: int) -> None:
-        """Clients answered so often, with noise of their own, for the adaptation."""
-        if self.options.adapt_noise and asks:
-            everybody = len(self.trainer.present)
-            one = Release(self.trainer.server.round, "settling", self.options.adapt_noise, self.options.sampling,
-                          everybody, everybody, self._draw(), asks)  # fmt: skip
-            self._write(one)
+    def _of_settling(self, draw: str) -> Release:
+        """One answer of all clients for the adaptation, each with noise of its own."""
+        everybody = len(self.trainer.present)
+        return Release(self.trainer.server.round, SETTLING, self.options.adapt_noise, self.options.sampling, everybody,
+                       everybody, draw)  # fmt: skip
 
     def _of_round(self) -> Release:
         """The round that the run is at, or the next one: they are alike."""

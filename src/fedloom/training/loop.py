@@ -37,8 +37,7 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int 
     """
     server, options = trainer.server, trainer.server.options
     account = Account(trainer, directory)
-    allowed = account.last_round()
-    last = trainer.last_round = allowed if until is None else min(until, allowed)
+    allowed, last = _ends(trainer, account, until)
     best, is_best = best_of(directory), False
     done = trainer.mark(), is_best  # the last round whose record is written
     follow = closing(tracker(options.tracker, directory)) if options.tracker else nullcontext()
@@ -52,7 +51,6 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int 
                 evaluated = trainer.is_evaluated(server.round)
                 if evaluated:
                     _evaluate(trainer, directory, record)
-                    account.settled(trainer.asked_to_settle)
                     is_best = better(record["metrics"], server.setup.task, best)
                     if is_best:
                         best = {"round": server.round, **record["metrics"]}
@@ -64,6 +62,7 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int 
                 if log is not None:
                     log.log(_numbers(record), server.round)
                 screen.update(record)
+                allowed, last = _ends(trainer, account, until)
         except (KeyboardInterrupt, RoundError):
             # wherever it was: in a round, in an evaluation, or between a record and its checkpoint
             mark, is_best = done
@@ -81,6 +80,13 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int 
             screen.note(chance)
         directory.write_summary(_summary(trainer, directory, finished=True, paused=last < allowed))
         screen.end(directory)
+
+
+def _ends(trainer: Trainer, account: Account, until: int | None) -> tuple[int, int]:
+    """The last round that is allowed, and the one after which training ends or pauses."""
+    allowed = account.last_round()
+    trainer.last_round = allowed if until is None else min(until, allowed)
+    return allowed, trainer.last_round
 
 
 def at_chance(trainer: Trainer, records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -142,8 +142,6 @@ class Trainer:
         self._dropped: list[Dropped] = []
         self.last_round = server.options.rounds
         """After which training ends."""
-        self.asked_to_settle = 0
-        """How often clients were asked in the last settling."""
         self._read = 0.0  # when the last round's numbers were there (``time.perf_counter``)
 
     @property
@@ -223,7 +221,6 @@ class Trainer:
             self.server.settle(session)
         finally:
             self._dropped += session.stats.dropped
-            self.asked_to_settle = session.asks
 
     def evaluation(self) -> Evaluation:
         """The state, settled, on validation and test data of all participants, or of those that are drawn."""
