@@ -125,7 +125,7 @@ def begin(
     """
     simulation = Simulation(method, shared, config, arrays)
     simulation.notes = [*simulation.notes, *notes]
-    server = simulation.server
+    server, _ = simulation.server, simulation.clock  # refuses before there is a directory
     resolved = flat_config(method, server.options, config)
     # those that are kept, the best one, and the one that is being written
     need = (server.options.keep + 2) * server.checkpoint_bytes()
@@ -179,7 +179,7 @@ def resume(
         server = simulation.server
         if directory.checkpoints():
             last = directory.load("last")
-            directory.check(last.meta, force=force, **simulation.data_digests)
+            directory.check(last.meta, force=force, **simulation.data_digests, **simulation.clock_digests)
             directory.check_records(last.round, force=force)
             server.restore(last)
         if server.round > server.options.rounds:

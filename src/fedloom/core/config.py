@@ -34,8 +34,8 @@ def option(
 
 
 def flag(name: str) -> str:
-    """The spelling of a field on the command line."""
-    return "--" + name.replace("_", "-")
+    """The spelling of a field on the command line; one that Python has a word of its own for ends in an underscore."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def check(config: Any) -> None:

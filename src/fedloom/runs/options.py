@@ -128,6 +128,17 @@ class RunOptions:
     cohort: float = option(
         0, "Clients asked in a round: a count, or a share of those that take part; 0: as many as in the paper.", low=0
     )
+    async_: int = option(
+        0,
+        "Asynchronous rounds: --cohort clients train at any time, each from the state that it found when it began, and "
+        "the server steps with every so many replies; 0: it waits for the whole cohort.",
+        low=0,
+    )
+    availability: str | None = option(
+        None,
+        "When clients are there and how fast they are, on a clock that is only counted: always, or a file with the "
+        "columns client, start, end and perhaps speed (see docs/how-to-asynchronous.md).",
+    )
     engine: str = option(
         "auto",
         "auto, sequential, parallel, vectorised, parallel_vectorised, loopback, ray: on several machines or GPUs (see "
@@ -185,6 +196,17 @@ class RunOptions:
             if getattr(self, name) and self.engine != "ray":
                 raise ConfigError(
                     f"{flag(name)} is about --engine ray; the engine is {self.engine}. Give --engine ray."
+                )
+        for name in ("async_", "availability"):
+            if getattr(self, name) and self.dp_noise:
+                raise ConfigError(
+                    f"{flag(name)} and --dp-noise do not go together: what it promises rests on who is drawn, and here "
+                    "that depends on who is there and has time. Leave one out."
+                )
+            if getattr(self, name) and self.engine == "flower-sim":
+                raise ConfigError(
+                    f"{flag(name)} is for clients on a clock of this process, and --engine flower-sim has them "
+                    "elsewhere. Choose another engine."
                 )
         if self.sampling == "poisson" and not self.dp_noise:
             raise ConfigError("--sampling poisson is for --dp-noise: without it, a round might have nobody to ask.")

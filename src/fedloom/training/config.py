@@ -42,6 +42,8 @@ def check_together(options: RunOptions, config: Any) -> None:
         raise ConfigError(
             "--max-epsilon is about --dp-noise or --sample-dp-noise, and neither is given. Give one, with its clip."
         )
+    if options.async_ and hides_samples(config):
+        raise ConfigError("--async and --sample-dp-noise have not been tried together. Leave one out.")
     if options.adapt != "none" and hides_samples(config):
         raise ConfigError(
             "--adapt asks clients about all of their samples at once, and --sample-dp-noise does not hide them there. "

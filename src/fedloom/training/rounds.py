@@ -18,7 +18,10 @@ from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId
 from fedloom.engines.engine import Session, Stats
 from fedloom.engines.graphs import Reading
+from fedloom.engines.job import Dropped
 from fedloom.runs.records import by_client, seconds_by_client, table_record
+from fedloom.training import asynchronous
+from fedloom.training.clock import Turn
 from fedloom.training.server import Mark, Server
 
 LARGE = 1 << 24
@@ -64,12 +67,23 @@ class PendingRound(NamedTuple):
         }
 
 
-def run_round(server: Server, session: Session, start: Mark, cohort: tuple[ClientId, ...]) -> PendingRound:
-    """The round after ``start``, in its session; of a trusting one no check is read yet. Nothing else is changed."""
+def run_round(
+    server: Server, session: Session, start: Mark, cohort: tuple[ClientId, ...], turn: Turn | None = None
+) -> PendingRound:
+    """The round after ``start``, in its session; of a trusting one no check is read yet. Nothing else is changed.
+
+    ``turn`` is the round on the clock, where there is one.
+    """
     number, setup = start.round + 1, server.setup
     since = time.perf_counter()
     size = float(server.options.cohort) if server.options.sampling == "poisson" else 0.0
-    state, diagnostics = server.algorithm.round(setup, start.state, Cohort(number, cohort, size), session.ask)
+    play = server.algorithm.round
+    if turn and turn.staleness:
+        play = partial(asynchronous.play, server.algorithm, turn, session)
+    state, diagnostics = play(setup, start.state, Cohort(number, cohort, size), session.ask)
+    if turn:
+        diagnostics = {**diagnostics, "clock": turn.time}
+        session.stats.dropped += [Dropped(client, "a round", "went away before it was done") for client in turn.left]
     if hides_samples(setup.config):  # of which losses are not told
         diagnostics = {name: value for name, value in diagnostics.items() if name != "local_loss"}
     changed = dict(enumerate(_changed(start.state._asdict(), state._asdict())))

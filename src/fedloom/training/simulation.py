@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedloom.clients.batching import steps_of
 from fedloom.clients.federation import SPLITS, Federation, federate
 from fedloom.clients.partition import POOLS, Partition, apart_groups, partition
 from fedloom.clients.shift import apply_shift, with_cameras
@@ -37,6 +38,10 @@ from fedloom.runs.directory import DATA
 from fedloom.runs.options import RunOptions
 from fedloom.runs.records import PANEL
 from fedloom.runs.roster import Member, Roster
+from fedloom.training.asynchronous import check as check_asynchronous
+from fedloom.training.asynchronous import rehearsed
+from fedloom.training.availability import ALWAYS, Availability
+from fedloom.training.clock import AbstractClock, Asynchronous, Synchronous
 from fedloom.training.config import algorithm_of
 from fedloom.training.machine import THREADS, device_of, task_named
 from fedloom.training.server import Server
@@ -172,6 +177,7 @@ class Simulation(Trainer):
             *([server.weight.note] if server.weight else []),
             *([self.server_samples.note] if self.server_samples else []),
             *self.notes,
+            *_of_clock(options),
         ]
         # what is evaluated with everybody else costs no training, and means something before the last round
         self.tries_newcomers = (
@@ -196,14 +202,36 @@ class Simulation(Trainer):
         return ServerSamples(x, self.arrays.y[rows] if labelled else None, source)
 
     @cached_property
+    def clock(self) -> AbstractClock | None:
+        """As ``Trainer.clock``; who asks for it first has the file of ``--availability`` read."""
+        server, options = self.server, self.server.options
+        if not options.async_ and not options.availability:
+            return None
+        setup, roster = server.setup, self.federation.roster
+        if options.async_:
+            check_asynchronous(server.algorithm, setup, server.state)
+        asks = rehearsed(server.algorithm, setup, server.state)
+        plans = [ask.program.batches for ask in asks if setup.clients[0] in ask.clients and ask.program.batches]
+        steps = [sum(steps_of(len(roster[c].of(plan.split)), plan) for plan in plans) for c in setup.clients]
+        there = Availability.of(options.availability or ALWAYS, setup.clients, self.federation.unseen, options.seed)
+        given = setup.clients, there, steps, options.seed, int(options.cohort)
+        return Asynchronous(*given, options.async_) if options.async_ else Synchronous(*given)
+
+    @cached_property
     def data_digests(self) -> dict[str, str]:
         """Fingerprints of the data: the clients', and the server's if they are of another source."""
         own = self.server_samples if isinstance(self.server.options.server_data, str) else None
         return {DATA: self.arrays.digest(), **({"server's data": own.digest()} if own else {})}
 
+    @property
+    def clock_digests(self) -> dict[str, str]:
+        """The fingerprint of the file of ``--availability``, if there is one."""
+        found = self.clock.availability.digest if self.clock else ""
+        return {"times of --availability": found} if found else {}
+
     def meta(self) -> dict[str, Any]:
         """As ``Trainer.meta``, and which data these are."""
-        return {**super().meta(), "digests": self.data_digests}
+        return {**super().meta(), "digests": {**self.data_digests, **self.clock_digests}}
 
     def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
         """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
@@ -227,6 +255,14 @@ def fitted(arrays: Arrays, parts: Partition) -> Preparation | None:
     if arrays.preparation is None:
         return None
     return arrays.preparation.fit(arrays.x[np.concatenate([client.train for client in parts.participants])])
+
+
+def _of_clock(options: RunOptions) -> list[str]:
+    """What users should know of rounds that are not over when a computer says so."""
+    if options.async_:
+        return [f"asynchronous: {options.cohort:g} clients train at any time, the server steps with every "
+                f"{options.async_} replies"]  # fmt: skip
+    return ["a round lasts as long as its slowest client, on a clock that is only counted"] * bool(options.availability)
 
 
 def notes_of(arrays: Arrays, parts: Partition) -> list[str]:

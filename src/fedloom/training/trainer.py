@@ -32,6 +32,7 @@ from fedloom.programs.evaluation import EVALUATION, GLOBAL, MIXED, PLAIN, Score,
 from fedloom.robust.rules import check_cohort
 from fedloom.runs.records import FEW, panel, short
 from fedloom.training import cohorts
+from fedloom.training.clock import AbstractClock
 from fedloom.training.config import client_privacy
 from fedloom.training.rounds import LookAhead, PendingRound, run_round
 from fedloom.training.server import Mark, Server
@@ -131,7 +132,7 @@ class Trainer:
         if how := client_privacy(server.options):
             noise_on_replies(how, server.options.cohort)  # refuses cohorts that are too small for it
         if server.options.aggregate:
-            check_cohort(server.options.aggregate, server.options.cohort)
+            check_cohort(server.options.aggregate, server.options.async_ or server.options.cohort)
         self.notes: Sequence[str] = server.algorithm.notes(server.setup)
         """What users should know of the federation."""
         self.before_ask: Callable[[Job], None] | None = None
@@ -160,6 +161,11 @@ class Trainer:
         return self.server.setup.clients
 
     @property
+    def clock(self) -> AbstractClock | None:
+        """Who answers when, in a simulation that says so (``--async``, ``--availability``)."""
+        return None
+
+    @property
     def eval_every(self) -> int:
         """Rounds between evaluations."""
         return self.server.options.eval_every or max(1, self.server.options.rounds // 20)
@@ -186,13 +192,13 @@ class Trainer:
     def computed(self, start: Mark, *, trusting: bool = False) -> PendingRound:
         """The round after ``start``; where the server's own steps want memory, that of what was kept for speed."""
         number, left = start.round + 1, self.server.options.rounds - start.round
-        cohort = self.cohort(number)
+        cohort, turn = self.cohort(number), self.clock.turn(number) if self.clock else None
         noted = self._noted.setdefault(number, [])
         for _ in range(2):
             before = len(self.engine.notes)
             try:
                 session = self.session(number, start.memory, rounds_left=left, trusting=trusting)
-                return run_round(self.server, session, start, cohort)
+                return run_round(self.server, session, start, cohort, turn)
             except Exception as error:
                 if not is_full(error):
                     raise
@@ -209,6 +215,8 @@ class Trainer:
 
     def cohort(self, number: int) -> tuple[ClientId, ...]:
         """Who is asked in the round of that number."""
+        if self.clock:
+            return self.clock.turn(number).came
         options, present = self.server.options, self.present
         hidden = self.secret and options.dp_noise  # else a server that goes on would ask others than it had asked
         draw = secret_stream() if hidden else stream(options.seed, number, "cohort")
