@@ -138,3 +138,18 @@ def test_it_listens_on_this_machine_alone(watched) -> None:
     served, _ = watched
     assert served.url.startswith("http://127.0.0.1:")
     assert served._server.server_address[0] == "127.0.0.1"
+
+
+def test_records_of_another_form_are_said(watched, capfd: pytest.CaptureFixture[str]) -> None:
+    served, path = watched
+    file = path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"round": 5}\n')
+    status, content, _ = ask(served, f"/model?{token(served)}")
+    assert status == 503 and b"records are not what this fedloom writes" in content
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_is_no_address_is_refused(watched, capfd: pytest.CaptureFixture[str]) -> None:
+    served, _ = watched
+    assert ask(served, "x://[")[0] == 400
+    assert "Traceback" not in capfd.readouterr().err

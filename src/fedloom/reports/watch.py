@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from fedloom.core.errors import ConfigError, RunError
 from fedloom.reports import live
 from fedloom.reports.compare import find_runs
+from fedloom.reports.facts import readable
 from fedloom.reports.follow import Follower
 from fedloom.reports.page import embedded, html
 
@@ -84,13 +85,13 @@ class Watch:
 
     def page(self) -> bytes:
         """The page, with what is known now."""
-        with self._lock:
+        with self._lock, readable():
             self._look()
             return html(live.page_of(self._runs), live=True).encode()
 
     def model(self) -> bytes:
         """The same, for a page that is there."""
-        with self._lock:
+        with self._lock, readable():
             self._look()
             return embedded({**live.page_of(self._runs).as_json(), "live": True}).encode()
 
@@ -104,7 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fedloom", ""
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "this is no address")
+            return
         tokens = parse_qs(asked.query).get("token", [""])
         hosts = {f"{name}:{self.watch.port}" for name in (HOST, "localhost")}
         if self.headers.get("Host", "") not in hosts:  # another name that leads here is somebody else's page
