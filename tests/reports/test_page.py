@@ -17,7 +17,7 @@ import pytest
 from fedloom.core.errors import RunError
 from fedloom.reports.facts import facts_of
 from fedloom.reports.page import SCRIPTS, VENDOR, Page, embedded, html
-from fedloom.reports.report import page, write
+from fedloom.reports.report import page, snippet, write
 from hostile import HOSTILE
 from made import made_run
 
@@ -178,6 +178,14 @@ def test_what_is_vendored_is_as_it_was_published() -> None:
 
 def test_numbers_that_json_does_not_know_are_null() -> None:
     assert embedded({"a": float("nan"), "b": [float("inf"), 0.123456789]}) == '{"a":null,"b":[null,0.123457]}'
+
+
+def test_halves_of_characters_are_written_as_question_marks(tmp_path: Path) -> None:
+    """JSON lets them through, UTF-8 does not."""
+    run = made_run(tmp_path / "run", clients=["\ud800"])
+    run.write_summary({**(run.summary() or {}), "name": "FedAvg\udfff"})
+    assert "<title>FedAvg? on digits</title>" in write([run.path]).read_text(encoding="utf-8")
+    assert "FedAvg?" in snippet(facts_of(run)).encode().decode()
 
 
 def test_a_page_without_anything_is_a_page() -> None:

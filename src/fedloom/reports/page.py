@@ -165,15 +165,15 @@ def html(page: Page, *, live: bool = False) -> str:
         '<meta name="color-scheme" content="light dark">',
         '<meta name="referrer" content="no-referrer">',
         '<link rel="icon" href="data:,">',
-        f"<title>{escape(page.title)}</title>",
+        f"<title>{plain(page.title)}</title>",
         f"<style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style>",
         "</head>",
         "<body>",
         '<a class="skip" href="#content">Skip to the content</a>',
         '<div id="page"><noscript><main><h1>',
-        escape(page.title),
+        plain(page.title),
         "</h1><p>",
-        escape(" ".join(page.verdict)),
+        plain(" ".join(page.verdict)),
         "</p><p>Charts and tables are drawn by the script in this file, which this browser does not run.</p></main>",
         "</noscript></div>",
         f'<script type="application/json" id="data">{content}</script>',
@@ -182,6 +182,11 @@ def html(page: Page, *, live: bool = False) -> str:
         "</html>",
         "",
     ])  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """A text from a record as text in HTML: what is no character, which JSON lets through, as a question mark."""
+    return escape(text.encode(errors="replace").decode())
 
 
 def embedded(content: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from fedloom.reports import figures, one, several, single
 from fedloom.reports.charts import Chart
 from fedloom.reports.compare import find_runs
 from fedloom.reports.facts import Facts, facts_of, readable
-from fedloom.reports.page import Page, html
+from fedloom.reports.page import Page, html, plain
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.files import write_file
 from fedloom.runs.records import ADMISSION, MIX
@@ -109,17 +108,18 @@ def figure(run: RunDirectory, name: str, choices: Sequence[str] = ()) -> Figure:
     return figures.figure(chart_of(run, name), choices=choices)
 
 
+@readable()
 def snippet(facts: Facts) -> str:
     """A run in short, for a notebook: no script, nothing that is loaded, every text escaped."""
     made = single.page_of(facts, quick=True)
     tiles = "".join(
-        f"<td style='padding:2px 18px 2px 0;text-align:left'><div style='opacity:.7;font-size:85%'>{escape(tile.label)}"
-        f"</div><b style='font-size:135%'>{escape(tile.value)}</b></td>"
+        f"<td style='padding:2px 18px 2px 0;text-align:left'><div style='opacity:.7;font-size:85%'>{plain(tile.label)}"
+        f"</div><b style='font-size:135%'>{plain(tile.value)}</b></td>"
         for tile in made.tiles
     )
-    warned = "".join(f"<div style='opacity:.75'>{escape(text)}</div>" for text in made.warnings)
+    warned = "".join(f"<div style='opacity:.75'>{plain(text)}</div>" for text in made.warnings)
     return (
-        f"<div style='font-family:system-ui,sans-serif;max-width:60em'><div><b>{escape(made.verdict[0])}</b></div>"
+        f"<div style='font-family:system-ui,sans-serif;max-width:60em'><div><b>{plain(made.verdict[0])}</b></div>"
         f"<table style='border:0;margin:.4em 0'><tr>{tiles}</tr></table>{warned}"
-        f"<div style='opacity:.7;font-size:85%'>{escape(str(facts.path))}</div></div>"
+        f"<div style='opacity:.7;font-size:85%'>{plain(str(facts.path))}</div></div>"
     )
