@@ -161,3 +161,14 @@ def test_several_runs_are_a_table_and_a_chart(tmp_path: Path) -> None:
     table, chart = page.sections[0].blocks
     assert [row[3] for row in table["rows"]] == ["about 0.0 s to go", "finished"]
     assert chart["id"] == "curves"
+
+
+def test_a_run_that_ended_early_has_not_done_all_rounds(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", rounds=4)
+    run.write_summary({**(run.summary() or {}), "stopped": "paused after 4 rounds of 8"})
+    run.update_config(rounds=8)
+    follower = Follower(run.path)
+    follower.look()
+    made = live.page_of([follower])
+    assert made.progress is not None
+    assert made.progress["sentences"] == ["The run has ended: paused after 4 rounds of 8."]

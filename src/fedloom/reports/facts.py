@@ -128,6 +128,11 @@ class Facts:
         """Whether training came to its end."""
         return bool(self.summary.get("finished"))
 
+    @property
+    def stopped(self) -> str:
+        """Why training that came to its end did so before the last round; "" otherwise."""
+        return str(self.summary.get("stopped", "")) if self.finished else ""
+
     @cached_property
     def about(self) -> About:
         """The method in its own words."""

@@ -65,7 +65,7 @@ def page_of(runs: Sequence[Follower], now: float | None = None) -> Page:
 def sentences(facts: Facts, seen: float, now: float) -> list[str]:
     """How far the run is and when it will be done."""
     if facts.finished:
-        return [f"All {facts.planned} rounds are done."]
+        return [f"The run has ended: {facts.stopped}." if facts.stopped else f"All {facts.planned} rounds are done."]
     if not facts.records:
         return ["The first round is not done yet."]
     found = [f"{facts.rounds} of {facts.planned} rounds are done."]
@@ -107,7 +107,7 @@ def _usual(facts: Facts) -> float:
 
 def _state(facts: Facts, seen: float, now: float) -> str:
     if facts.finished:
-        return "finished"
+        return facts.stopped or "finished"
     if facts.summary:
         return "stopped"
     return f"about {duration((facts.planned - facts.rounds) * _usual(facts))} to go" if facts.records else "began"

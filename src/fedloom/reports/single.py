@@ -120,6 +120,8 @@ def warnings(facts: Facts) -> list[str]:
     found, scores = [], facts.scores(facts.shown)
     if not facts.finished:
         found.append(f"The run has not finished: {facts.rounds} of {facts.planned} rounds are done.")
+    if facts.stopped:
+        found.append(f"The run ended before its last round: {facts.stopped}.")
     last = facts.evaluated[-1]["round"] if facts.evaluated else 0
     if facts.best and facts.finished and facts.shown == last and len(facts.evaluated) > 1:
         found.append("The best round is the last one: more rounds may raise the result.")
@@ -174,7 +176,7 @@ def _badges(facts: Facts) -> list[str]:
     roster = facts.roster
     unseen = sum(member.unseen for member in roster.members) if roster else 0
     given = [
-        "finished" if facts.finished else "stopped" if facts.summary else "running",
+        "ended early" if facts.stopped else "finished" if facts.finished else "stopped" if facts.summary else "running",
         f"seed {config.get('seed')}",
         f"{config.get('partition')}",
         f"{len(roster.participants):,} clients" if roster else "",
