@@ -198,3 +198,47 @@ def test_runs_with_other_metrics_share_no_axis(tmp_path: Path) -> None:
     assert [tile.note for tile in made.tiles] == ["", ""]  # nobody was held out
     with pytest.raises(RunError, match="nothing for the figure means: their metrics differ"):
         chart([tmp_path], "means")
+
+
+def test_methods_with_the_same_cells_have_a_table_each(tmp_path: Path) -> None:
+    """Two numbers in one cell would hide each other. Colours mean the same number in each of the tables."""
+    for method, lift in (("fedavg", 0.0), ("pfedhn", 0.1)):
+        for rate in (0.1, 0.2):
+            for steps in (5, 10):
+                made_run(
+                    tmp_path / f"{method}-{rate}-{steps}", method=method, lift=lift, local_lr=rate, local_steps=steps
+                )
+    made = chart([tmp_path], "sweep")
+    assert [list(switch.options) for switch in made.switches] == [["FedAvg", "pFedHN"]]
+    for variant in made.variants().values():
+        assert variant.only is not None
+        spec = spec_of(variant)
+        assert variant.only[1] in spec["transform"][0]["filter"]
+        scale = spec["layer"][0]["encoding"]["color"]["scale"]
+        assert scale["domain"] == [min(made.data["metric"]), max(made.data["metric"])]
+    assert len(figure(made, choices=["pFedHN"]).axes[0].texts) == 4
+
+
+def test_an_option_that_a_method_settles_is_no_axis(tmp_path: Path) -> None:
+    """Local keeps its optimiser, whatever else is swept."""
+    for method, keep in (("fedavg", False), ("local", True)):
+        for alpha in (0.1, 1, 10):
+            made_run(tmp_path / f"{method}-{alpha}", method=method, keep_optimiser=keep, partition=f"dirichlet:{alpha}")
+    made = chart([tmp_path], "sweep")
+    assert (made.kind, made.x.title) == ("lines", "partition, dirichlet")
+    assert "Each method has its own: keep optimiser." in made.caption
+
+
+def test_runs_that_ended_early_are_said(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", method="fedavg")
+    run = made_run(tmp_path / "b", method="pfedhn")
+    run.write_summary({**(run.summary() or {}), "stopped": "paused after 6 rounds of 12"})
+    assert "Ended before the last round: pFedHN (paused after 6 rounds of 12)." in page([tmp_path]).warnings
+
+
+def test_rows_that_differ_in_the_machine_alone_have_names_of_their_own(tmp_path: Path) -> None:
+    for engine in ("sequential", "vectorised"):
+        made_run(tmp_path / engine, method="fedavg", engine=engine)
+    found = several([tmp_path], "FedAvg, engine vectorised")
+    assert [m.label for m in found.methods] == ["FedAvg, engine sequential", "FedAvg, engine vectorised"]
+    assert len(found.paired()) == 1

@@ -100,15 +100,22 @@ class Several:
 def several(paths: Iterable[Path | str], baseline: str | None = None) -> Several:
     """The runs at ``paths``; ``baseline`` names a row by its method or its label, and is the first one without."""
     comparison = compare(paths)
-    names = [Facts.read(RunDirectory.open(row.runs[0])).name for row in comparison.rows]
-    methods = []
-    for row, name in zip(comparison.rows, names):
-        own = {option: value for option, value in row.options.items() if option not in DERIVED}
-        alike = names.count(name) > 1
-        label = f"{name}, {', '.join(f'{words(o)} {v}' for o, v in own.items())}" if alike and own else name
-        runs = {seed: Facts.read(RunDirectory.open(path)) for seed, path in zip(row.seeds, row.runs)}
-        methods.append(Method(label, row, runs))
+    labels = [Facts.read(RunDirectory.open(row.runs[0])).name for row in comparison.rows]
+    # those that differ in the machine alone need its options to be told apart
+    for options_of in (_own, _of_machine):
+        labels = [_label(name, labels, options_of(row)) for name, row in zip(labels, comparison.rows)]
+    methods = [
+        Method(label, row, {seed: Facts.read(RunDirectory.open(path)) for seed, path in zip(row.seeds, row.runs)})
+        for label, row in zip(labels, comparison.rows)
+    ]
     return Several(comparison, methods, _baseline(methods, baseline))
+
+
+def _label(name: str, names: Sequence[str], options: Mapping[str, Any]) -> str:
+    """The name, with its options where others have the same."""
+    if names.count(name) < 2 or not options:
+        return name
+    return f"{name}, {', '.join(f'{words(option)} {value}' for option, value in options.items())}"
 
 
 def _baseline(methods: Sequence[Method], name: str | None) -> Method:
@@ -180,6 +187,10 @@ def _interval(found: Interval | None, share: bool, *, sign: bool = False) -> str
 
 def _own(row: Row) -> dict[str, Any]:
     return {name: value for name, value in row.options.items() if name not in DERIVED}
+
+
+def _of_machine(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in row.options.items() if name in DERIVED}
 
 
 # charts
@@ -337,17 +348,20 @@ def sweep(found: Several) -> Chart | None:
     if len(rows) < 3 or len(found.metrics) > 1 or not all(set(own) == set(names) for _, own in rows):
         return None
     # what goes with another option, e.g. the bound that noise comes with, is no axis of its own
-    options = list(names)
-    for name in sorted(names, key=lambda name: (len({repr(own[name]) for _, own in rows}), name)):
-        if any(_follows(name, other, [own for _, own in rows]) for other in options if other != name):
+    settings = [own | {"method": method.row.method} for method, own in rows]
+    fixed = [name for name in names if _follows(name, "method", settings)]
+    options = [name for name in names if name not in fixed]
+    for name in sorted(options, key=lambda name: (len({repr(own[name]) for own in settings}), name)):
+        if any(_follows(name, other, settings) for other in options if other != name):
             options.remove(name)
     named = [_numbered(name, [own[name] for _, own in rows]) for name in options]
     titles = [title for title, _ in named]
     if len(options) not in (1, 2) or not all(titles):
         return None
     places = list(zip(*(numbers for _, numbers in named)))
-    left = [words(name) for name in names if name not in options]
+    left = [words(name) for name in names if name not in options and name not in fixed]
     along = f" Along with it changes: {', '.join(left)}." if left else ""
+    along += f" Each method has its own: {', '.join(map(words, fixed))}." if fixed else ""
     known = [(m, at, i) for (m, _), at in zip(rows, places) if (i := m.over_seeds("mean")) is not None]
     known.sort(key=lambda one: one[1])
     metric = tested(found.baseline.first)
@@ -355,11 +369,15 @@ def sweep(found: Several) -> Chart | None:
         first, second = titles
         data: dict[str, list[Any]] = {
             "first": [at[0] for _, at, _ in known], "second": [at[1] for _, at, _ in known],
-            "metric": [i.mean for *_, i in known],
+            "metric": [i.mean for *_, i in known], "method": [m.first.name for m, *_ in known],
         }  # fmt: skip
+        cells = len({at for _, at, _ in known})
+        # methods with a number for the same cell have a table each
+        each = {name: {"only": ("method", name)} for name in data["method"]} if cells < len(known) else {}
         return Chart(
             "sweep", f"{first.capitalize()} and {second}", f"Mean over clients and seeds.{along}", "heat", data,
-            Axis("first", first), Axis("second", second), metric, written=len(known) <= WRITTEN, height=280,
+            Axis("first", first), Axis("second", second), metric, written=cells <= WRITTEN, height=280,
+            switches=(Switch("method", each),) if each else (), only=("method", data["method"][0]) if each else None,
         )  # fmt: skip
     (option,) = titles
     data = {
@@ -498,6 +516,9 @@ def _warnings(found: Several) -> list[str]:
     if late:
         listed = ", ".join(dict.fromkeys(late))
         told.append(f"Best at the last round, with one seed at least, so that more rounds may raise them: {listed}.")
+    early = {f"{m.label} ({f.stopped})": None for m in found.methods for f in m.runs.values() if f.stopped}
+    if early:
+        told.append(f"Ended before the last round: {', '.join(early)}.")
     missing = [m.label for m in found.others if m.label not in {one.method for one in found.paired()}]
     if missing and not found.comparison.unlike:
         told.append(

@@ -67,6 +67,11 @@ def _encoding(chart: Chart, axis: Axis, *, along: str, rows: int = 0, **more: An
     }
 
 
+def _bounds(chart: Chart, axis: Axis) -> list[float]:
+    known = [value for value in chart.data[axis.column] if isinstance(value, int | float)]
+    return [min(known), max(known)]
+
+
 def _largest(chart: Chart, axis: Axis) -> float:
     return max((abs(v) for v in chart.data[axis.column] if isinstance(v, int | float)), default=0.0)
 
@@ -86,10 +91,10 @@ def _colour(chart: Chart, **more: Any) -> Spec:
             legend = {"title": None, "orient": "top", "symbolLimit": 12, "labelLimit": 220, "symbolOpacity": 1}
         return {"field": axis.column, "type": "nominal", "scale": scale, "legend": legend, **more}
     legend = {"title": axis.title, "orient": "top", "gradientLength": 160, "format": _format(axis)}
-    return {
-        "field": axis.column, "type": "quantitative", "scale": {"scheme": "viridis", "zero": False}, "legend": legend,
-        **more,
-    }  # fmt: skip
+    gradient: Spec = {"scheme": "viridis", "zero": False}
+    if chart.only:  # a colour is the same number whatever is chosen
+        gradient["domain"] = _bounds(chart, axis)
+    return {"field": axis.column, "type": "quantitative", "scale": gradient, "legend": legend, **more}
 
 
 def legend_of(chart: Chart) -> list[str]:
@@ -294,8 +299,7 @@ def _heat(chart: Chart) -> Spec:
     if not chart.written:
         return {"mark": {"type": "rect"}, "encoding": encoding}
     column = chart.colour.column
-    known = [value for value in chart.data[column] if isinstance(value, int | float)]
-    light = f"datum[{json.dumps(column)}] > {(min(known) + max(known)) / 2}"
+    light = f"datum[{json.dumps(column)}] > {sum(_bounds(chart, chart.colour)) / 2}"
     number = {"field": column, "type": "quantitative", "format": _format(chart.colour)}
     ink = {"condition": {"test": light, "value": "#000000"}, "value": "#ffffff"}
     text = {"mark": {"type": "text", "aria": False}, "encoding": {"x": x, "y": y, "text": number, "color": ink}}
