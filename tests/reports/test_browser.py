@@ -37,9 +37,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     one = made_run(root / "one", clients=10, unseen=6, rounds=12, estimates=True)
     attacked(one)
-    one.write_extra("mix.json", {"round": 12, "client": ["0", "1"], "metric": [[1.0, 0.5], [0.4, 0.9]]})
+    one.write_extra(
+        "mix.json", {"round": 12, "split": "test", "client": ["0", "1"], "metric": [[1.0, 0.5], [0.4, 0.9]]}
+    )
     points = [{"admission_round": n, "client": ["new 0"], "metric": [n / 10]} for n in range(4)]
-    one.write_extra("admission.json", {"round": 12, "points": points})
+    one.write_extra("admission.json", {"round": 12, "split": "test", "points": points})
     for seed in range(3):
         for method, lift in (("fedavg", 0.0), ("pfedhn", 0.1)):
             made_run(root / "several" / f"{method}-{seed}", method=method, seed=seed, lift=lift)

@@ -21,9 +21,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run that has something for every figure, of clients with any names."""
     made = made_run(tmp_path_factory.mktemp("figures") / "run", clients=HOSTILE, unseen=5, rounds=10, estimates=True)
     clients = HOSTILE[:3]
-    made.write_extra("mix.json", {"round": 10, "client": clients, "metric": [[0.9, 0.1, 0.2]] * 3})
+    made.write_extra("mix.json", {"round": 10, "split": "test", "client": clients, "metric": [[0.9, 0.1, 0.2]] * 3})
     points = [{"admission_round": n, "client": ["new 0", "new 1"], "metric": [n / 9, 0.5]} for n in range(4)]
-    made.write_extra("admission.json", {"round": 10, "points": points})
+    made.write_extra("admission.json", {"round": 10, "split": "test", "points": points})
     roster = made.roster()
     members = [m._replace(model="mlp" if i % 2 else "lenet") for i, m in enumerate(roster.members)]
     made.write_roster(roster._replace(members=members))

@@ -128,8 +128,8 @@ def test_what_was_found_out_later_is_shown(tmp_path: Path, name: str) -> None:
     run = made_run(tmp_path / "run")
     points = [{"admission_round": n, "client": ["new 0"], "metric": [0.5]} for n in range(3)]
     extra = {
-        "mix.json": {"round": 6, "client": ["0"], "metric": [[1.0]]},
-        "admission.json": {"round": 6, "points": points},
+        "mix.json": {"round": 6, "split": "test", "client": ["0"], "metric": [[1.0]]},
+        "admission.json": {"round": 6, "split": "test", "points": points},
     }
     assert name.removesuffix(".json") not in charts_of(facts(run))
     run.write_extra(name, extra[name])
@@ -248,3 +248,55 @@ def test_what_settling_takes_is_told_by_client_and_counted_once(tmp_path: Path) 
     assert chart is not None and "0.2 s for each of 10 clients" in chart.caption
     told = list(zip(chart.data["part"], chart.data["seconds"]))
     assert [sum(seconds for part, seconds in told if part == name) for name in ("settling", "evaluation")] == [4, 2]
+
+
+def test_a_run_that_ended_early_is_not_called_finished(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert page_of(facts(run)).badges[0] == "finished"
+    run.write_summary({**(run.summary() or {}), "stopped": "--max-epsilon 3 allows 6 rounds of 12"})
+    made = page_of(facts(run))
+    assert made.badges[0] == "ended early"
+    assert "The run ended before its last round: --max-epsilon 3 allows 6 rounds of 12." in made.warnings
+
+
+def test_what_was_found_out_later_names_its_data(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    found = {"split": "val", "client": ["0", "1"]}
+    run.write_extra("mix.json", {"round": 6, **found, "metric": [[1.0, 0.5], [0.5, 1.0]]})
+    points = [{"admission_round": n, **found, "metric": [0.5, 0.5]} for n in range(2)]
+    run.write_extra("admission.json", {"round": 6, "split": "val", "points": points})
+    mixed, admitted = one.mix(facts(run)), one.admission(facts(run))
+    assert mixed is not None and "tried on val data" in mixed.caption and mixed.colour is not None
+    assert admitted is not None and admitted.y.title == mixed.colour.title == "val accuracy"
+    val = facts(run).scores(6, split="val")
+    assert val is not None
+    assert admitted.data["metric"][1] == pytest.approx(val.metric.mean())  # of participants, on the same split
+
+
+def test_clients_of_divided_groups_are_coloured_by_group(tmp_path: Path) -> None:
+    names = ["north/0", "north/1", "south/0", "south/1", "a/b"]
+    made = one.embeddings(facts(made_run(tmp_path / "run", clients=names, partition="group:side", unseen=0)))
+    assert made is not None
+    assert dict(zip(made.data["client"], made.data["of_group"])) == {
+        "north/0": "north", "north/1": "north", "south/0": "south", "south/1": "south", "a/b": "a/b",
+    }  # fmt: skip
+    assert "group" in made.switches[-1].options
+    alone = one.embeddings(facts(made_run(tmp_path / "alone", partition="group:writer", unseen=0)))
+    assert alone is not None and "of_group" not in alone.data
+
+
+@pytest.mark.parametrize(
+    ("values", "bins"), [([1000.0] * 12, ["1000"]), ([102 + n / 11 for n in range(12)], None), ([0.0] * 12, ["0"])]
+)
+def test_errors_that_are_close_have_bins_of_their_own(
+    tmp_path: Path, values: list[float], bins: list[str] | None
+) -> None:
+    run = broken(made_run(tmp_path / "run", clients=12), 0)
+    columns = {"metric": values, "loss": values, "samples": [1] * 12}
+    names = [str(n) for n in range(12)]
+    group = ("deployed", "participants", "test")
+    run.append_to(SCORES, scores_line(facts(run).shown, group, {**ERROR, "name": "rmse"}, names, columns))
+    made = one.histogram(facts(run))
+    assert made is not None and sum(made.data["clients"]) == 12
+    assert len(set(made.data["bin"])) == made.rows
+    assert bins is None or list(made.data["bin"]) == bins

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -154,11 +154,12 @@ def histogram(facts: Facts) -> Chart | None:
     values = scores.metric[np.isfinite(scores.metric)]
     if not len(values):
         return None
-    bounds = (0.0, 1.0) if facts.is_share else (float(values.min()), float(values.max()) + 1e-12)
-    counts, edges = np.histogram(values, bins=20, range=bounds)
-    shown = [
-        f"{100 * a:.0f} to {100 * b:.0f}%" if facts.is_share else f"{a:.3g} to {b:.3g}" for a, b in pairwise(edges)
-    ]
+    low, high = (0.0, 1.0) if facts.is_share else (float(values.min()), float(values.max()))
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        counts, edges = np.histogram(values, bins=20, range=(low, high))
+        shown = [f"{100 * a:.0f} to {100 * b:.0f}%" for a, b in pairwise(edges)] if facts.is_share else _ranges(edges)
+    else:
+        counts, shown = np.array([len(values)]), [f"{low:.6g}"]
     used = [i for i, count in enumerate(counts) if count]
     rows = range(used[0], used[-1] + 1)
     return Chart(
@@ -167,6 +168,15 @@ def histogram(facts: Facts) -> Chart | None:
         Axis("bin", words(facts.metric), "name", order=[shown[i] for i in rows]), Axis("clients", "clients", "count"),
         height=200,
     )  # fmt: skip
+
+
+def _ranges(edges: Iterable[float]) -> list[str]:
+    """Bins in words, with as many digits as tell their bounds apart."""
+    for digits in range(3, 18):
+        bounds = [f"{edge:.{digits}g}" for edge in edges]
+        if len(set(bounds)) == len(bounds):
+            break
+    return [f"{a} to {b}" for a, b in pairwise(bounds)]
 
 
 def split(facts: Facts) -> Chart | None:
@@ -238,11 +248,25 @@ def _colours(facts: Facts, names: Sequence[str], data: dict[str, list[Any]]) -> 
     if any(name in score for name in names):
         data["metric"] = [score.get(name) for name in names]
         found[words(facts.metric)] = measure(facts)
+    groups = _groups(facts, names)
+    if len(set(groups)) > 1:
+        data["of_group"] = groups
+        found["group"] = Axis("of_group", "group", "name")
     kinds = [m.model or f"{m.size:,} parameters" if m else "" for m in members]
     if len(set(kinds)) > 1:
         data["network"] = kinds
         found["network"] = Axis("network", "network", "name")
     return found
+
+
+def _groups(facts: Facts, names: Sequence[str]) -> list[str]:
+    """Whose samples clients got, where few groups were divided among many clients; nothing where each has its own."""
+    if not str(facts.config.get("partition", "")).startswith("group:"):
+        return []
+    parts = {name: name.rpartition("/")[0] for name in names}
+    if not any(f"{group}/1" in facts.members for group in parts.values()):
+        return []
+    return [group if f"{group}/1" in facts.members else name for name, group in parts.items()]
 
 
 def networks(facts: Facts) -> Chart | None:
@@ -388,7 +412,8 @@ def admission(facts: Facts) -> Chart | None:
     if not found or len(found["points"]) < 2:
         return None
     data: dict[str, list[Any]] = {"round": [], "series": [], "metric": [], "low": [], "high": [], "dashed": []}
-    seen = facts.scores(found["round"])
+    split = found["split"]
+    seen = facts.scores(found["round"], split=split)
     for point in found["points"]:
         values = np.array(point["metric"], dtype=float)
         lines = [("newcomers", values, False)] + ([("participants", seen.metric, True)] if seen else [])
@@ -403,7 +428,7 @@ def admission(facts: Facts) -> Chart | None:
     )
     return Chart(
         "admission", "While newcomers are admitted", told, "lines", data, Axis("round", "round of admission", "count"),
-        tested(facts), Axis("series", "of", "name"), low="low", high="high",
+        measure(facts, title=f"{split} {words(facts.metric)}"), Axis("series", "of", "name"), low="low", high="high",
         dashed="dashed", height=260,
     )  # fmt: skip
 
@@ -418,19 +443,20 @@ def mix(facts: Facts) -> Chart | None:
     some = panel(range(len(everybody)), MIXED)
     clients = [everybody[i] for i in some]
     rows = [(everybody[i], everybody[j], found["metric"][i][j]) for i in some for j in some]
+    split = found["split"]
     told = (
-        f"The output layer of one client on the body of another, tried on test data of the first, after round "
-        f"{found['round']}. On the diagonal both are the client's own: {own:.1%} on average."
-        if facts.is_share
-        else "The output layer of one client on the body of another, tried on test data of the first."
+        f"The output layer of one client on the body of another, tried on {split} data of the first, after round "
+        f"{found['round']}."
     )
+    if facts.is_share:
+        told += f" On the diagonal both are the client's own: {own:.1%} on average."
     if len(clients) < len(everybody):
         told += f" Shown are {len(clients)} of {len(everybody):,} clients, evenly from the roster."
     return Chart(
         "mix", "Mixed models", told, "heat",
         {"head": [a for a, *_ in rows], "body": [b for _, b, _ in rows], "metric": [v for *_, v in rows]},
         Axis("body", "whose body", "name", order=clients), Axis("head", "whose output layer", "name", order=clients),
-        tested(facts), height=max(220, min(16 * len(clients), 520)),
+        measure(facts, title=f"{split} {words(facts.metric)}"), height=max(220, min(16 * len(clients), 520)),
     )  # fmt: skip
 
 
