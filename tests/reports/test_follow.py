@@ -172,3 +172,11 @@ def test_a_run_that_ended_early_has_not_done_all_rounds(tmp_path: Path) -> None:
     made = live.page_of([follower])
     assert made.progress is not None
     assert made.progress["sentences"] == ["The run has ended: paused after 4 rounds of 8."]
+
+
+def test_several_runs_have_their_divergence_told(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / str(i), rounds=4, finished=False) for i in range(2)]
+    last = runs[1].records()[-1]
+    runs[1].append({**last, "round": 5, "diagnostics": {"local_loss": 50.0}})
+    table, _ = live.page_of([follow(run) for run in runs]).sections[0].blocks
+    assert [row[-1].startswith("Training came apart") for row in table["rows"]] == [False, True]

@@ -43,7 +43,7 @@ def page_of(runs: Sequence[Follower], now: float | None = None) -> Page:
         (
             facts.name, str(run.path), f"{facts.rounds} of {facts.planned}", _state(facts, run.seen, now),
             single.value(facts, _newest(facts)), facts.local_losses()[-1][1] if facts.local_losses() else None,
-            len(facts.dropped()), "; ".join(alerts(facts, run.seen, now)),
+            len(facts.dropped()), " ".join([*alerts(facts, run.seen, now), *single.came_apart(facts)]),
         )
         for run, facts in found
     ]  # fmt: skip

@@ -152,10 +152,7 @@ def warnings(facts: Facts) -> list[str]:
                 f"All test data together are {total} samples, which say no more than that the share of right answers "
                 f"lies between {low:.1%} and {high:.1%}."
             )
-    losses = [loss for _, loss in facts.local_losses()]
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < len(losses) or (known and known[-1] > DIVERGED * max(min(known), 1e-12) and known[-1] > known[0]):
-        found.append("Training came apart: the training loss is no number, or far above what it was. Lower the rates.")
+    found += came_apart(facts)
     dropped = facts.dropped()
     if dropped:
         who = len({one["client"] for one in dropped})
@@ -163,6 +160,15 @@ def warnings(facts: Facts) -> list[str]:
     found.append("This is one run with one seed: it says what came of it, and nothing about the method.")
     notes = [*facts.summary.get("notes", ()), *(note for record in facts.records for note in record.get("notes", ()))]
     return [*found, *dict.fromkeys(_sentence(str(note)) for note in notes)]
+
+
+def came_apart(facts: Facts) -> list[str]:
+    """A sentence where the training loss says that nothing is learned any more."""
+    losses = [loss for _, loss in facts.local_losses()]
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(losses) or (known and known[-1] > DIVERGED * max(min(known), 1e-12) and known[-1] > known[0]):
+        return ["Training came apart: the training loss is no number, or far above what it was. Lower the rates."]
+    return []
 
 
 def _sentence(text: str) -> str:
