@@ -174,6 +174,7 @@ def test_what_is_vendored_is_as_it_was_published() -> None:
     for name in SCRIPTS:
         assert f"== {name.removesuffix('.js').removesuffix('.min')} " in licences
     assert licences.count("Redistribution and use in source and binary forms") == len(SCRIPTS)
+    assert f"/*\n{licences}*/" in html(Page("empty", ["Nothing."]))  # whoever gets a page gets the library
 
 
 def test_numbers_that_json_does_not_know_are_null() -> None:

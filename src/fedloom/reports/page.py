@@ -212,8 +212,11 @@ def finite(value: Any) -> Any:
 
 @cache
 def _library() -> str:
-    """The drawing library as one script, with the map files that only its developers have left out."""
-    parts = []
+    """The drawing library as one script, under its licences, without the map files that only its developers have.
+
+    Whoever hands a page on hands the library on, which its licences allow where they come with it.
+    """
+    parts = [f"/*\n{(VENDOR / 'LICENSES.txt').read_text(encoding='utf-8')}*/"]
     for name in SCRIPTS:
         text = (VENDOR / name).read_text(encoding="utf-8")
         text = "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL="))
