@@ -348,6 +348,17 @@ def test_a_hostile_card_does_no_harm(made, serve, newcomer, tmp_path, monkeypatc
         fedloom.join(told_by(monkeypatch, evil), newcomer[0], cache=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["newcomer", "ways", "layout", "parts", "form", "name", "bundle", "round"])
+def test_a_card_that_lacks_something_is_told_in_a_sentence(made, serve, newcomer, tmp_path, monkeypatch, name) -> None:
+    _, path = made("fedavg", adapt="prior")
+    service = serve(path).service
+    card = {key: value for key, value in service.card().items() if key != name}
+    for given in (card, {**card, name: 7}):
+        url = told_by(monkeypatch, given, service.parts.items())
+        with contextlib.suppress(FedloomError):
+            fedloom.join(url, newcomer[0], cache=tmp_path)
+
+
 @pytest.mark.parametrize("change", [lambda v: v[..., None], lambda v: torch.empty(0, dtype=v.dtype), torch.zeros_like])
 def test_parts_that_do_not_fit_are_told_in_a_sentence(made, serve, newcomer, tmp_path, monkeypatch, change) -> None:
     _, path = made("fedavg", adapt="prior")

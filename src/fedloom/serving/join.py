@@ -181,12 +181,14 @@ class Service:
         """Admit a newcomer."""
         if way not in WAYS:
             raise unknown("way", way, WAYS)
-        if not self.frame.joins:
-            raise NeedsError(f"{self.card['name']} has no model for clients that took no part in training.")
         self.remote.exchanges = []
-        chosen = self._chosen(way, model)
         with closing(self.remote):
             with usable(self.remote.url):
+                if not self.frame.joins:
+                    raise NeedsError(
+                        f"{self.frame.algorithm.name} has no model for clients that took no part in training."
+                    )
+                chosen = self._chosen(way, model)
                 server = self._server(chosen)
             samples, labels = checked_for(server, x, y)
             with usable(self.remote.url):
@@ -215,7 +217,7 @@ class Service:
         if way not in moved:
             offered = " or ".join(moved)
             raise NeedsError(
-                f"{self.remote.url} does not serve {self.card['name']} by way of {way}; it does by {offered}."
+                f"{self.remote.url} does not serve {self.frame.algorithm.name} by way of {way}; it does by {offered}."
             )
         return way
 
