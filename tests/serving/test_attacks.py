@@ -219,11 +219,12 @@ def test_slow_clients_are_let_go_and_hold_up_nobody(made, serve) -> None:
     assert healthy(at.url) and time.monotonic() - start < 1
     answers = []
     for connection in slow:
+        answers.append(b"")
         with connection, contextlib.suppress(ConnectionResetError):
             while piece := connection.recv(4096):
-                answers.append(piece)
+                answers[-1] += piece
     assert time.monotonic() - start < 10
-    assert all(b" 408 " in answer[:20] for answer in answers) and answers
+    assert any(answers) and all(b" 408 " in answer[:20] for answer in answers if answer)
     dripping = connected(at.url)
     with dripping, contextlib.suppress(OSError):
         for _ in range(40):  # a byte now and then does not help
