@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A service measured: models a second, latencies, start, memory by clients, bytes by way of joining. On loopback.
 
-    python benchmarks/serve.py                 # everything: some minutes
-    python benchmarks/serve.py weave http      # parts of it: weave, http, start, memory, bytes
+    python benchmarks/serve.py                              # everything: some minutes
+    python benchmarks/serve.py weave http                   # parts of it: weave, http, start, memory, joining
+    python benchmarks/serve.py --out results/performance    # and written, for docs/how-to-serve.md
 
 Models are LeNets for 3x32x32 images (121,000 parameters), woven by pFedHN's loom as it starts: a trained one is as
-fast. The load comes from a process of its own, which takes part of the two cores: what is printed with each line.
+fast. The load comes from a process of its own, which takes part of the cores. Of everything that is timed there are
+several turns, and the median is told; with the best turn, where whatever else the machine does would disturb it.
 """
 
 from __future__ import annotations
@@ -13,22 +15,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 SHAPE, CLASSES = (3, 32, 32), 10
+TURNS = 5
+
+
+class Table(NamedTuple):
+    """What a part has measured."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
 
 
 def bundle(path: Path, clients: int, dim: int = 13) -> Path:
@@ -113,9 +127,7 @@ async def load(url: str, concurrent: int, number: int, dim: int, token: str = ""
     await asyncio.gather(*(client() for _ in range(concurrent)))
     seconds = time.perf_counter() - start
     p50, p99 = np.percentile(times, [50, 99])
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return {"models/s": number / seconds, "p50 ms": 1000 * p50, "p99 ms": 1000 * p99, "seconds": seconds,
-            "cpu of the load": used.ru_utime + used.ru_stime}  # fmt: skip
+    return {"models/s": number / seconds, "p50 ms": 1000 * p50, "p99 ms": 1000 * p99}
 
 
 def loaded(url: str, concurrent: int, number: int, token: str = "", tag: str = "") -> dict[str, float]:
@@ -139,13 +151,27 @@ def memory(pid: int) -> dict[str, float]:
     return {"Rss": size["Rss"], "Private": size["Private_Dirty"] + size["Private_Clean"]}
 
 
-def show(what: str, **values: Any) -> None:
-    shown = {name: f"{value:.1f}" if isinstance(value, float) else value for name, value in values.items()}
-    told = ", ".join(f"{name} {value}" for name, value in shown.items())
-    print(f"{what:42} {told}", flush=True)
+def told(columns: Sequence[str], row: Sequence[Any]) -> Sequence[Any]:
+    """The row, shown as soon as it is there."""
+    print(", ".join(f"{name or 'what'}: {value}" for name, value in zip(columns, row)), flush=True)
+    return row
 
 
-def weave(folder: Path) -> None:
+def middle(values: Sequence[float], best: Any = None, digits: int = 1) -> str:
+    """The median, and the best in brackets: ``min`` or ``max``."""
+    shown = f"{statistics.median(values):,.{digits}f}"
+    return f"{shown} ({best(values):,.{digits}f})" if best else shown
+
+
+def on_what() -> str:
+    """What uvicorn runs on: it takes what is installed."""
+    there = {name: importlib.util.find_spec(name) is not None for name in ("uvloop", "httptools")}
+    return (
+        f"uvicorn with {'uvloop' if there['uvloop'] else 'asyncio'} and {'httptools' if there['httptools'] else 'h11'}"
+    )
+
+
+def weave(folder: Path) -> Table:
     """Models a second without HTTP, on one thread."""
     import torch
 
@@ -155,71 +181,90 @@ def weave(folder: Path) -> None:
 
     torch.set_num_threads(1)
     weaver = Weaver(Bundle(bundle(folder / "weave", 50)))
+    columns, rows = ("at a time", "models/s, median (best)", "processor ms a model"), []
     for size, shape in ((1, (13,)), (16, (16, 13)), (64, (64, 13))):
         body = write_tensors({"vector": torch.randn(shape)})
         weaver.weave(body, "")
-        start, cpu, turns = time.perf_counter(), time.process_time(), max(4, 256 // size)
-        for _ in range(turns):
-            weaver.weave(body, "")
-        seconds, used = time.perf_counter() - start, time.process_time() - cpu
-        show(
-            f"weave, {size} at a time",
-            **{"models/s": turns * size / seconds, "models per cpu second": turns * size / used},
-        )
+        rates, used, times = [], [], max(4, 256 // size)
+        for _ in range(TURNS):
+            start, cpu = time.perf_counter(), time.process_time()
+            for _ in range(times):
+                weaver.weave(body, "")
+            rates.append(times * size / (time.perf_counter() - start))
+            used.append(1000 * (time.process_time() - cpu) / times / size)
+        rows.append(told(columns, [size, middle(rates, max, 0), middle(used, digits=2)]))
+    note = f"LeNets of 121,376 parameters, pFedHN's loom of 12.27 M, one thread, {TURNS} turns."
+    return Table("Models woven a second, without HTTP", note, columns, rows)
 
 
-def http(folder: Path) -> None:
+def http(folder: Path) -> Table:
     """Models a second and latencies over HTTP."""
     from fedloom.serving.tokens import Identity, make_key, make_token, read_key
 
-    path, key = bundle(folder / "http", 50), folder / "key"
+    path, key, number = bundle(folder / "http", 50), folder / "key", 300
     make_key(key)
     token = make_token(read_key(key), Identity("client", "0"))
-    kinds = (("a newcomer's vector", "", ""), ("a participant's model", token, ""), ("an unchanged model", token, "*"))
-    for workers in (1, 2):
-        for what, token, tag in kinds:
-            with service(path, "--workers", str(workers), *(["--key", str(key)] if token else [])) as (pid, url, _):
-                loaded(url, 1, 50, token, tag)
-                for concurrent in (1, 16, 64):
+    cases = [("a newcomer's, from its vector", "", "", workers, (1, 16, 64)) for workers in (1, 2)]
+    cases += [("a participant's", token, "", 1, (1, 16)), ("a participant's, unchanged (304)", token, "*", 1, (1, 16))]
+    columns = ("model", "workers", "at once", "models/s, median (best)", "p50 ms", "p99 ms", "processor ms a model")
+    rows = []
+    for what, token, tag, workers, at_once in cases:
+        words = ["--workers", str(workers), *(["--key", str(key)] if token else [])]
+        with service(path, *words) as (pid, url, _):
+            loaded(url, 1, 50, token, tag)
+            for concurrent in at_once:
+                found, used = [], []
+                for _ in range(TURNS):
                     before = processor(pid)
-                    found = loaded(url, concurrent, 600, token, tag)
-                    found["cpu ms a model"] = 1000 * (processor(pid) - before) / 600
-                    show(f"{workers} workers, {what}, {concurrent} at once", **found)
+                    found.append(loaded(url, concurrent, number, token, tag))
+                    used.append(1000 * (processor(pid) - before) / number)
+                rate, p50, p99 = ([one[name] for one in found] for name in ("models/s", "p50 ms", "p99 ms"))
+                times = [middle(rate, max, 0), middle(p50, min), middle(p99, min), middle(used)]
+                rows.append(told(columns, [what, workers, concurrent, *times]))
+    note = f"The same LeNets; each asks again when it has its answer; {TURNS} turns of {number} requests; {on_what()}."
+    return Table("Models over HTTP", note, columns, rows)
 
 
-def start(folder: Path) -> None:
-    """From the command to the first model; and what of it is torch."""
-    path = bundle(folder / "start", 50)
-    for number in range(3):
-        begin = time.perf_counter()
-        with service(path) as (pid, url, listening):
-            loaded(url, 1, 1)  # warm the load's own files
-            show(f"start, trial {number + 1}", **{"listening after s": listening, "cpu s": processor(pid)})
-        del begin
+def start(folder: Path) -> Table:
+    """From the command to an address that answers; and what of it is torch."""
+    path, listening, used = bundle(folder / "start", 50), [], []
+    for _ in range(TURNS):
+        with service(path) as (pid, _, seconds):
+            listening.append(seconds)
+            used.append(processor(pid))
     code = "import time; a = time.perf_counter(); import torch; print(time.perf_counter() - a, time.process_time())"
-    wall, cpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    show("of which import torch", **{"s": float(wall), "cpu s": float(cpu)})
+    command = [sys.executable, "-c", code]
+    imports = [
+        list(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+        for _ in range(TURNS)
+    ]
+    columns = ("", "seconds, median (best)", "processor seconds")
+    cases = (("from the command to listening", listening, used), ("of it importing torch", *zip(*imports)))
+    rows = [told(columns, [what, middle(wall, min), middle(cpu)]) for what, wall, cpu in cases]
+    return Table("Starting", f"A bundle of 50 participants, {TURNS} turns.", columns, rows)
 
 
-def clients(folder: Path) -> None:
+def clients(folder: Path) -> Table:
     """Memory and start by the number of registered clients."""
     from fedloom.serving.tokens import Identity, make_key, make_token, read_key
 
     key = folder / "key"
     make_key(key)
     token = make_token(read_key(key), Identity("client", "0"))
+    columns = ("participants", "bundle, MB", "memory, MiB", "of it the process's own", "listening after s")
+    rows = []
     for number in (10, 1_000, 100_000, 1_000_000):
         path = bundle(folder / f"clients{number}", number, dim=32)
         with service(path, "--key", str(key)) as (pid, url, listening):
-            loaded(url, 1, 100, token)
-            found = loaded(url, 16, 400, token)
-            sizes = {f"{name} MiB": value for name, value in memory(pid).items()}
-            about = {"bundle MB": path.stat().st_size / 1e6, "listening after s": listening}
-            show(f"{number:,} clients", **about, **sizes, **{"p99 ms": found["p99 ms"]})
+            loaded(url, 16, 400, token)
+            sizes = [round(memory(pid)[name]) for name in ("Rss", "Private")]
+            rows.append(told(columns, [number, round(path.stat().st_size / 1e6), *sizes, f"{listening:.1f}"]))
         path.unlink()
+    note = "One worker, embeddings of 32 numbers, after 400 participants' models; one start each."
+    return Table("Memory of a service by the number of participants", note, columns, rows)
 
 
-def joining(folder: Path) -> None:
+def joining(folder: Path) -> Table:
     """Bytes of each way to join, with LeNets."""
     import fedloom
     from fedloom.serving.bundle import make_bundle
@@ -231,27 +276,46 @@ def joining(folder: Path) -> None:
     cases = [("fedavg", {"adapt": "prior"}, ("home",)), ("it_pfl_hn", {"finetune_after": 1}, ("service", "home")),
              ("pfedhn", {"descriptor": "class_shares"}, ("service", "home")),
              ("pfedhn", {}, ("service", "home")), ("mh_pfedhn", {"admit_rounds": 5}, ("home",))]  # fmt: skip
+    columns, rows = ("run", "way", "bytes sent", "bytes received", "when it joins again"), []
     for method, more, ways in cases:
         run = fedloom.run(method, out=folder / f"{method}{len(more)}", **options, **more)
         path = make_bundle(run, folder / f"{method}.fedloom")
         labels = y[:60] if run.server.algorithm.needs_labels(run.server.config) else None
+        shown = [f"--{name} {value}" for name, value in more.items() if name in ("adapt", "descriptor")]
         with service(path) as (_, url, _):
             for way in ways:
-                begin = time.perf_counter()
                 joined = fedloom.join(url, x[:60], labels, way=way, cache=folder / f"cache-{method}-{way}-{len(more)}")
-                up, down = joined.bytes
-                seconds = time.perf_counter() - begin
-                again = joined.again(x[:60], labels).bytes
-                what = " ".join([method, *(f"{name}={value}" for name, value in more.items())])
-                show(f"{what}, {way}", **{"bytes up": up, "bytes down": down, "again": sum(again), "seconds": seconds})
+                again = sum(joined.again(x[:60], labels).bytes)
+                rows.append(told(columns, [f"`{' '.join([method, *shown])}`", way, *joined.bytes, again]))
+    note = "A newcomer's LeNet; the bytes are exact, and the same on any machine."
+    return Table("Bytes of joining", note, columns, rows)
 
 
-PARTS = {"weave": weave, "http": http, "start": start, "memory": clients, "bytes": joining}
+PARTS = {"weave": weave, "http": http, "start": start, "memory": clients, "joining": joining}
+
+
+def written(table: Table, others: float) -> dict[str, Any]:
+    """The file; ``others`` is how many processes wanted to run on this machine when the part began."""
+    import torch
+
+    from fedloom.engines.workers import cores
+
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+    made = {
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "hardware": f"{cores()} CPU cores, for which {others:.0f} other processes competed",
+        "torch": torch.__version__.partition("+")[0],
+    }
+    command = "python benchmarks/serve.py --out results/performance"
+    return {"format": 1, "title": table.title, "command": command, "note": table.note, "made": [made],
+            "columns": list(table.columns), "rows": [list(row) for row in table.rows]}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="What to measure; without any, everything.")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="Where to write serve-PART.json.")
     parser.add_argument("--load", nargs=6, metavar="WORD", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.load:
@@ -260,8 +324,12 @@ def main() -> None:
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for part in given.parts or PARTS:
+            others, _, _ = os.getloadavg()
             with tempfile.TemporaryDirectory() as made:
-                PARTS[part](Path(made))
+                table = PARTS[part](Path(made))
+            if given.out:
+                content = json.dumps(written(table, others), indent=1, ensure_ascii=False)
+                (given.out / f"serve-{part}.json").write_text(content + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -138,6 +138,17 @@ def test_dense(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out.count(" µs") == 5
 
 
+def test_serve(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "TURNS", 1)
+    run_main(benchmark, monkeypatch, "weave", "--out", tmp_path)
+    found = json.loads((tmp_path / "serve-weave.json").read_text(encoding="utf-8"))
+    assert [row[0] for row in found["rows"]] == [1, 16, 64]
+    assert all(len(row) == len(found["columns"]) for row in found["rows"])
+    assert capsys.readouterr().out.count("models/s") == 3
+
+
 def test_scale(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.one(60, 4, "cpu")
     assert "60 clients:" in capsys.readouterr().out
