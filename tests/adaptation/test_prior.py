@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from scipy.optimize import minimize
 
 from conftest import CLASSES, play, setup_of, small_federation
 from fedloom import algorithms
-from fedloom.adaptation.calibration import Fitted, Privacy, fit
+from fedloom.adaptation.calibration import Fitted, Privacy, fit, protect
 from fedloom.adaptation.checks import Reference, judge, log_ratio, statistics
 from fedloom.adaptation.dirichlet import estimate, shares
 from fedloom.adaptation.prior import with_prior
@@ -250,6 +253,14 @@ def test_answers_are_clipped_and_noised_and_the_fit_stays_sane() -> None:
     assert state.bias.isfinite().all() and float(state.slope) > 0
     other = private.settle(played.setup, played.state, session.ask)
     assert not torch.equal(other.bias, state.bias)  # the noise is another one in another ask
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+def test_an_answer_that_is_not_finite_shows_through_no_noise(value: float) -> None:
+    home: Any = SimpleNamespace(key=torch.tensor(3))
+    reply = {"value": torch.tensor(value).double(), "gradient": torch.ones(3).double()}
+    told = protect(Privacy(clip=2.0, noise=0.5), home, reply)
+    assert all(bool((leaf.abs() < 2 + 6 * 2 * 0.5).all()) for leaf in told.values())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

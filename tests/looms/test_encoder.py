@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from conftest import play, small_federation
 from fedloom.algorithms import it_pfl_hn
 from fedloom.core.trees import PerClient
-from fedloom.looms.encoder import Encoder, describe, describe_program, pool, rows_of
+from fedloom.looms.encoder import Encoder, describe, describe_program, pool, read_out, rows_of
 from tiny import Ears
 
 CPU = torch.device("cpu")
@@ -75,6 +75,17 @@ def test_a_private_descriptor_is_a_mean_of_points_on_the_unit_sphere() -> None:
         other[row] = -x[row]
         moved = describe(params, other, torch.ones(9, dtype=torch.bool), True) - found
         assert float(moved.norm()) <= 2 / 9
+
+
+def test_a_sample_that_overflows_moves_a_private_descriptor_no_more_than_another() -> None:
+    """Whoever chooses the encoder chooses which do, and NaN shows through any noise."""
+    params, x, mask = encoder(), samples(9), torch.ones(9, dtype=torch.bool)
+    other = x.clone()
+    params["psi.0.weight"] *= 1e100
+    other[4] *= 1e250
+    assert read_out(params, rows_of(params, other, False)).isnan().any()
+    moved = describe(params, other, mask, True) - describe(params, x, mask, True)
+    assert float(moved.norm()) <= 2 / 9
 
 
 @pytest.mark.parametrize("private", [False, True])

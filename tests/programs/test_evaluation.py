@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from conftest import play, small_federation
 from fedloom.algorithms.fedavg import ALGORITHM
 from fedloom.core.contract import Sent
+from fedloom.core.task import CLASSIFICATION, REGRESSION, Task
 from fedloom.programs.evaluation import BOUND, DIVERGED, evaluate, evaluation_program, noised
 
 
@@ -70,6 +72,18 @@ def test_noised_sums_are_bounded_and_off_by_noise_of_the_right_size() -> None:
         assert inside.sum() > 100
         assert float((three - two)[inside].std()) == pytest.approx(spread, rel=5 / (2 * int(inside.sum())) ** 0.5)
     assert all(float(loud[c]["samples"]) == 5 for c in others)
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION], ids=lambda task: task.name)
+def test_a_prediction_that_is_no_number_counts_as_the_worst_within_the_bounds(task: Task) -> None:
+    """More would show through any noise, and whoever chooses the model chooses for which samples it is none."""
+    federation = small_federation()
+    federation.x[federation.roster["2"].rows["test"][0]] = float("nan")
+    if task is REGRESSION:
+        federation = replace(federation, y=federation.y.double()[:, None].expand(-1, 3), task=task)
+    played, program = play(ALGORITHM, federation, rounds=0), noised(evaluation_program(ALGORITHM, "test"), 0.0)
+    reply = played.session("evaluation").ask(program, *ALGORITHM.send(played.setup, played.state, ["2"]))["2"]
+    assert float(reply["loss"]) <= 5 * BOUND and float(reply["metric"]) <= 5 * BOUND
 
 
 def test_noise_hides_the_number_of_samples_too() -> None:

@@ -186,9 +186,14 @@ def _final(privacy: Privacy, home: Home, shared: Tree, carry: _Carry, memory: Tr
 
 
 def protect(privacy: Privacy, home: Home, reply: Params) -> Params:
-    """An answer of a client, clipped and noised as ``privacy`` says."""
+    """An answer of a client, clipped and noised as ``privacy`` says.
+
+    One that is not finite counts as 0: it would show through any noise.
+    """
     if not privacy.clip:
         return reply
+    finite = torch.stack([value.isfinite().all() for value in reply.values()]).all()
+    reply = {name: torch.where(finite, value, 0) for name, value in reply.items()}
     size = torch.cat([value.reshape(-1) for value in reply.values()]).norm()
     scale = (privacy.clip / (size + 1e-12)).clamp(max=1.0)
     spread = privacy.clip * privacy.noise

@@ -61,7 +61,11 @@ class Encoder:
 def rows_of(params: Params, x: Tensor, private: bool) -> Tensor:
     """phi: (batch, ...) -> (batch, units); if ``private``, psi too: (batch, embed_dim) on the unit sphere."""
     x = F.relu(F.linear(_convolved(params, x), params["units.weight"], params["units.bias"]))
-    return F.normalize(read_out(params, x)) if private else x
+    if not private:
+        return x
+    rows = F.normalize(read_out(params, x))
+    # a row that is not finite would show through any noise on the mean
+    return torch.where(rows.isfinite().all(1, keepdim=True), rows, 0)
 
 
 def describe(params: Params, x: Tensor, mask: Tensor, private: bool) -> Tensor:

@@ -115,7 +115,7 @@ def _bounded_step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, 
 
     loss, metric = bounded(task.loss, BOUND), bounded(task.metric, _most(task))
     held = replace(home, task=replace(task, loss=loss, metric=metric, per_token=False))  # a sample counts once
-    return _step(algorithm, held, shared, carry, batch)
+    return _step(algorithm, held, shared, carry, batch, (BOUND, _most(task)))
 
 
 def _most(task: Task) -> float:
@@ -147,12 +147,16 @@ def _init(algorithm: Algorithm, home: Home, shared: Tree, mine: Tree, memory: Tr
     return _Sums(algorithm.client_deploy(home, shared, mine, memory), zero, zero, zero)
 
 
-def _step(algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: Batch) -> _Sums:
+def _step(
+    algorithm: Algorithm, home: Home, shared: Tree, carry: _Sums, batch: Batch, most: tuple[float, float] | None = None
+) -> _Sums:
+    """``most``: the loss and, where less is better, the metric of a sample whose prediction is not a number."""
     outputs = algorithm.predict(home, carry.deployed, batch.x)
     loss, metric = home.task.loss(outputs, batch.y), home.task.metric(outputs, batch.y)
-    worst = 0.0 if home.task.higher_is_better else DIVERGED
+    most_loss, most_metric = most or (DIVERGED, DIVERGED)
+    worst = 0.0 if home.task.higher_is_better else most_metric
     fine = outputs.isfinite().flatten(1).all(1) & loss.isfinite()
-    loss, metric = torch.where(fine, loss, DIVERGED), torch.where(fine, metric, worst)
+    loss, metric = torch.where(fine, loss, most_loss), torch.where(fine, metric, worst)
     samples = batch.mask.sum()
     if home.task.per_token:
         tokens = labelled(batch.y)
