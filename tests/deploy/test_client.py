@@ -328,6 +328,19 @@ def test_a_node_tells_of_its_evaluations_as_it_wants(tmp_path: Path) -> None:
     assert record["dropped"] == [] and record["clients"] == 5  # it trains with the others all the same
 
 
+def test_a_newcomer_that_tells_nothing_does_not_tell_that_a_sample_overflows_either(tmp_path: Path) -> None:
+    """Whoever chooses the model chooses for which samples it does: to say so would tell of one, ask by ask."""
+    federation = small_federation(["mlp:hidden=5"], unseen=1)
+    federation.x[federation.roster["4"].rows["train"]] *= 1e300
+    ours = deployed("fedavg", federation, tmp_path, adapt="prior")
+    for leaf in ours.server.state.base["params"].values():
+        leaf.mul_(1e6)
+    ours.admission(["4"], ours.now.memory)
+    replies = [facts_of(reply) for kind, client, _, reply in ours.lobby.letters if (kind, client) == ("train", "4")]
+    assert replies and all(set(told) == {"run", "client", "stage", "ask", "remembers"} for told in replies)
+    assert all(told["remembers"] for told in replies)
+
+
 def test_a_store_keeps_what_it_is_told_to_keep(tmp_path: Path) -> None:
     store = Store(tmp_path / "node")
     assert store.load("run", 0) is None

@@ -24,7 +24,7 @@ from deploy.test_server import served
 from fedloom import algorithms
 from fedloom.cli.catalogue import _needs
 from fedloom.clients.federation import Federation
-from fedloom.core.errors import ConfigError, NeedsError, RoundError
+from fedloom.core.errors import ConfigError, DivergedError, NeedsError, RoundError
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
 from fedloom.deploy import masks, pact, server
@@ -201,6 +201,21 @@ def test_clients_shorten_their_own_changes(tmp_path: Path) -> None:
     moved = torch.cat([(state(ours)[path] - before[path]).reshape(-1) for path in before])
     assert 0 < float(moved.norm()) <= 0.01
     assert record["notes"] == ["some clients shorten their changes to norm 0.01"]
+
+
+def test_a_change_that_is_not_finite_is_told_by_nobody_alone(tmp_path: Path) -> None:
+    """Whoever chooses the model chooses for which samples it overflows."""
+    ours = summed(tmp_path, clip=0.0)
+    data = ours.lobby.federation  # type: ignore[attr-defined]
+    usual = data.x.clone()
+    data.x[data.roster["2"].rows["train"]] *= 1e307
+    record = ours.train_round()
+    assert record["dropped"] == [] and record["notes"] == ["some clients shorten their changes to norm 10"]
+    told = [set(facts_of(reply)) for _, _, reply in letters(ours, "train")]
+    assert told == [told[0]] * CLIENTS and "error" not in told[0]
+    data.x.copy_(usual * 1e307)
+    with pytest.raises(DivergedError, match="the changes of all clients have NaN or Inf"):
+        ours.train_round()
 
 
 BAD: dict[str, tuple[str, Callable[[Any], Any]]] = {

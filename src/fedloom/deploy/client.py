@@ -247,13 +247,14 @@ class Participant:
         shared, mine = (tree_of(content, name, self.federation.device) for name in ("shared", "mine"))
         name = str(asked["client"])
         self._spend(program)
+        silent = self.sums is not None and not program.name.startswith(EVALUATION)
         try:
             reply, after, noised = node.answer(self._engine(name), name, program, asked["stage"], int(asked["ask"]),
-                                               shared, mine, self._memory(run, start))  # fmt: skip
+                                               shared, mine, self._memory(run, start), silent=silent)  # fmt: skip
         except NeedsError as error:  # which says nothing of the data
             raise Refusal(f"cannot answer: {error}") from error
         self._check_enough(program, reply)
-        if self.sums and not masking and not program.name.startswith(EVALUATION):
+        if silent and not masking:
             reply = unlearned(reply)
         if noised:
             question, most = _question(program, asked, shared, mine), self.own.max_answers

@@ -218,6 +218,11 @@ class Collector:
                 f"{bound:g}: a client lied, and which one a sum does not tell. The last checkpoint is intact: see to "
                 "the clients, then resume."
             )
+        if round(longer * clients / bound) == clients and not change.any():  # what is shortened is not 0
+            raise DivergedError(
+                f"Round {self._sum.round} has no secure sum: the changes of all clients have {NOT_FINITE}. The last "
+                "checkpoint is intact: see to the clients, then resume."
+            )
         if round(longer * clients / bound):
             engine.note(f"some clients shorten their changes to norm {bound:g}")
         device, dtype = engine.federation.device, engine.federation.dtype
@@ -270,9 +275,7 @@ class Collector:
         least = self._fewest(adverts)
         if len(found) >= least:
             return
-        diverged = not found and any(NOT_FINITE in one.reason for one in self._dropped)
-        kind = DivergedError if diverged else RoundError
-        raise kind(
+        raise RoundError(
             f"Round {self._sum.round} has no secure sum: {len(found)} of {len(self._job.clients)} clients gave {what}, "
             f"and {least} are needed{': ' if self._dropped else ''}{self._reasons()}. The last checkpoint is intact: "
             "see to the clients, then resume."

@@ -8,6 +8,7 @@ operating system.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -19,14 +20,17 @@ from fedloom.engines.job import ClientFault
 from fedloom.engines.memories import Memories
 from fedloom.engines.sequential import Sequential, run_client
 
+log = logging.getLogger(__name__)
+
 
 def answer(
     engine: Sequential, client: ClientId, program: Program, stage: int | str, ask: int, shared: Tree, mine: Tree,
-    memory: Tree | None,
+    memory: Tree | None, *, silent: bool = False,
 ) -> tuple[Tree, Tree | None, bool]:  # fmt: skip
     """The reply to an ask, the new memory, None if it did not change, and whether there is noise on the reply.
 
-    Nothing that is not finite is kept.
+    Nothing that is not finite is kept. Whoever sent the model can have that depend on a single sample; so an ask to
+    which nothing is replied, or nothing that anybody sees (``silent``), does not tell of it either.
     """
     known = Memories({} if memory is None else {client: memory})
     session = engine.session(stage, known, secret_noise=True, asks=ask)
@@ -36,5 +40,8 @@ def answer(
         engine.check_hidden(job)
     reply, after = run_client(job, client, shared, mine)
     if not all(bool(torch.isfinite(leaf).all()) for _, leaf in leaves(after)):
-        raise ClientFault(SPOILT)
+        if any(leaves(reply)) and not silent:
+            raise ClientFault(SPOILT)
+        log.warning("%s %s", program.name, SPOILT)
+        after = dict(job.memories[client])
     return reply, None if after is job.memories[client] else after, bool(drawn)

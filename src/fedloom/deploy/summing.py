@@ -40,7 +40,6 @@ from fedloom.deploy.pact import (
     words_in,
 )
 from fedloom.deploy.store import Refusal, Store
-from fedloom.engines.acceptance import NOT_FINITE
 from fedloom.runs.files import to_json, write_file
 from fedloom.runs.lock import locked
 
@@ -269,7 +268,8 @@ class Member:
 def shortened(algorithm: Algorithm, reply: Tree, scale: masks.Scale) -> np.ndarray:
     """The numbers of a reply that are added up: its change, no longer than the bound; its loss; whether it was longer.
 
-    Rounding to whole numbers makes it no longer than the bound either.
+    Rounding to whole numbers makes it no longer than the bound either. A change that is not finite counts as none at
+    all that was longer: to refuse would tell of it by itself.
     """
     more = sorted(set(reply) - {*algorithm.means, *TOLD})
     if more or not set(algorithm.means) <= set(reply):
@@ -278,7 +278,7 @@ def shortened(algorithm: Algorithm, reply: Tree, scale: masks.Scale) -> np.ndarr
     change = torch.cat([leaf.detach().cpu().double().reshape(-1) for leaf in parts]).numpy()
     loss = float(reply["loss"])
     if not (np.isfinite(change).all() and np.isfinite(loss)):
-        raise Refusal(f"replied with {NOT_FINITE}")
+        return np.concatenate([np.zeros(len(change)), np.full(2, scale.bound)])
     norm, room = float(np.linalg.norm(change)), scale.bound - scale.step * len(change) ** 0.5 / 2
     if norm > room:
         change = change * (room / norm)
