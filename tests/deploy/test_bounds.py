@@ -191,6 +191,24 @@ def test_no_client_decides_whether_the_change_of_another_counts_where_noise_is_t
     assert max(float(leaf.abs().max()) for leaf in state_of(ours).values()) < 10, "the bound is enough"
 
 
+def test_steps_and_changes_are_measured_by_themselves(tmp_path: Path) -> None:
+    """FedNova's changes are for each step: far smaller numbers than that of the steps."""
+    ours = deployed("fednova", small_federation(), tmp_path)
+    ours.lobby.faults["1"] = replying(lambda tree: {**tree, "effective_steps": tree["effective_steps"] * 1e4})
+    ours.lobby.faults["2"] = replying(lambda tree: {**tree, "delta": tree_map(lambda leaf: leaf * 1e3, tree["delta"])})
+    steps, norm = (one["reason"] for one in ours.train_round()["dropped"])
+    assert steps.startswith("says that it took") and "steps, more than 100 times the median" in steps
+    assert norm.startswith("replied with numbers of norm")
+
+
+def test_running_statistics_that_are_none_are_refused(tmp_path: Path) -> None:
+    """A mean of variances below 0 would make everybody's predictions NaN."""
+    ours = deployed("fedavg", small_federation(["testnets:Normed"]), tmp_path, batchnorm="averaged")
+    ours.lobby.faults["2"] = replying(lambda tree: {**tree, "buffers": tree_map(torch.neg, tree["buffers"])})
+    (dropped,) = ours.train_round()["dropped"]
+    assert dropped["client"] == "2" and dropped["reason"] == "replied with buffers/norm.running_var below 0"
+
+
 @pytest.mark.parametrize("lie", [1e30, -1e30])
 def test_a_training_loss_counts_no_more_than_so_many_times_the_median_and_is_noted(lie: float, tmp_path: Path) -> None:
     ours = deployed("fedavg", small_federation(), tmp_path)

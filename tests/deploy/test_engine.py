@@ -77,6 +77,7 @@ BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
     "whole": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.long(), t)), "numbers of type torch.int64"),
     "narrow": (lambda r: with_reply(r, lambda t: tree_map(lambda leaf: leaf.float(), t)), "expected torch.float64"),
     "oversized": (lambda r: with_reply(r, lambda t: {**t, "more": torch.zeros(1 << 20)}), "bytes where at most"),
+    "tiny": (lambda r: with_reply(r, lambda t: {**t, "loss": t["loss"].to(torch.float8_e4m3fn)}), "type torch.float8"),
     "no samples": (lambda r: with_samples(r, 0.0), "says that it has 0 samples"),
     "fewer than none": (lambda r: with_samples(r, -5000.0), "says that it has -5000 samples"),
     "half a sample": (lambda r: with_samples(r, 4.5), "says that it has 4.5 samples"),

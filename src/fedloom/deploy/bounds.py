@@ -16,8 +16,11 @@ from fedloom.data.preparation import Sums
 from fedloom.engines.job import Job
 from fedloom.programs.evaluation import Score, worst
 
-NOT_A_CHANGE = ("num_samples", "loss", "counts", "sums")
-"""Parts of a reply that move no parameter, and have bounds of their own."""
+NOT_A_CHANGE = ("num_samples", "loss", "counts", "sums", "effective_steps")
+"""Parts of a reply that move no parameter by themselves, and have bounds of their own."""
+
+NOT_BELOW_0 = ("running_var", "num_batches_tracked")
+"""How torch calls those of BatchNorm's running statistics that are never below 0."""
 
 FEW = 3
 """Replies of which a median says something."""
@@ -30,19 +33,26 @@ def too_far(job: Job, replies: Mapping[ClientId, Tree], bound: float) -> dict[Cl
     """The clients whose replies are absurdly large, and why; none for ``bound`` 0.
 
     A reply's norm may be ``bound`` times the median of those that came with it. Of fewer than three, it is compared
-    with the norm of what was sent.
+    with the norm of what was sent. The same for the number of steps that it says it took, by itself: it is of another
+    size than a change.
     """
     if not bound:
         return {}
+    steps = {c: abs(float(reply["effective_steps"])) for c, reply in replies.items() if "effective_steps" in reply}
     norms = {client: _norm(reply) for client, reply in replies.items()}
+    about_steps, about_norms = "says that it took {:.3g} steps", "replied with numbers of norm {:.3g}"
+    return _beyond(job, steps, bound, about_steps) | _beyond(job, norms, bound, about_norms)
+
+
+def _beyond(job: Job, norms: dict[ClientId, float], bound: float, told: str) -> dict[ClientId, str]:
     norms = {client: norm for client, norm in norms.items() if not math.isnan(norm)}  # which are refused as such
     found = {}
     for client, norm in norms.items():
         sent = max(_norm(job.shared), _norm(job.mine[client]), 1.0)
         usual = max(median(norms.values()), 1e-6 * sent) if len(norms) >= FEW else sent
         if norm > bound * usual:
-            what = "the median of the cohort" if len(norms) >= FEW else "the norm of what it was sent"
-            found[client] = f"replied with numbers of norm {norm:.3g}, more than {bound:g} times {what}, {usual:.3g}"
+            of = "the median of the cohort" if len(norms) >= FEW else "the norm of what it was sent"
+            found[client] = f"{told.format(norm)}, more than {bound:g} times {of}, {usual:.3g}"
     return found
 
 
@@ -138,6 +148,14 @@ def count_fault(reply: Tree, samples: int | None, *, noised: bool) -> str | None
                 return f"counts {float(counts.sum()):g} samples in all; it told {samples} when it joined"
     if "effective_steps" in reply and not float(reply["effective_steps"]) > 0:
         return f"says that it took {float(reply['effective_steps']):g} steps"
+    return None
+
+
+def statistics_fault(reply: Tree) -> str | None:
+    """Why running statistics are none; None if they are, or there are none in the reply."""
+    for path, leaf in leaves({"buffers": reply["buffers"]} if "buffers" in reply else {}):
+        if path.endswith(NOT_BELOW_0) and not bool((leaf >= 0).all()):
+            return f"replied with {path} below 0"
     return None
 
 

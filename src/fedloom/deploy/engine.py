@@ -21,12 +21,13 @@ from flwr.app import RecordDict
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Program
 from fedloom.core.errors import RoundError
-from fedloom.core.trees import ClientId, PerClient, Tree, num_bytes
+from fedloom.core.trees import ClientId, PerClient, Tree, num_bytes, tree_map
 from fedloom.deploy.bounds import (
     as_shares,
     believed_losses,
     count_fault,
     shares_fault,
+    statistics_fault,
     sums_fault,
     too_far,
     weight_fault,
@@ -35,6 +36,7 @@ from fedloom.deploy.bounds import (
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.collecting import Collector
 from fedloom.deploy.options import Sums
+from fedloom.engines.acceptance import refusals
 from fedloom.engines.engine import AbstractEngine, Session
 from fedloom.engines.job import Dropped, Job, Outcome
 from fedloom.programs.evaluation import EVALUATION
@@ -205,8 +207,12 @@ class Flower(AbstractEngine):
             raise Malformed(answer)
         facts = self.facts_of(job, client, answer)
         expected = job.program.expects(job.shared, job.mine[client])
-        reply: Tree = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
-        return self._checked(job.program, client, reply), self.memory_after(job, client, new, facts)
+        found = tree_of(answer, "reply", self.federation.device, most=2 * num_bytes(expected) + (1 << 20))
+        reply = self._checked(job.program, client, found)
+        (reason,) = refusals(expected, tree_map(lambda leaf: leaf[None], reply), 1, self.federation.dtype)
+        if reason:  # nothing of it may meet the others' replies
+            raise Malformed(reason)
+        return reply, self.memory_after(job, client, new, facts)
 
     def _checked(self, program: Program, client: ClientId, reply: Tree) -> Tree:
         """The reply with what counts of what it claims."""
@@ -217,7 +223,7 @@ class Flower(AbstractEngine):
             fault = weight_fault(reply) or count_fault(reply, self.samples.get(client), noised=adapted)
             if adapted and "shares" in reply:
                 reply = {**reply, "shares": as_shares(reply["shares"])}
-            fault = fault or shares_fault(reply)
+            fault = fault or shares_fault(reply) or statistics_fault(reply)
         if fault:
             raise Malformed(fault)
         return self._weighed(client, reply)
