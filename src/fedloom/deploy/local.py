@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fedloom import algorithms
 from fedloom.core.config import build
 from fedloom.core.errors import ConfigError, NeedsError, RunError
-from fedloom.deploy.options import Settings, read
+from fedloom.deploy.options import Settings, in_toml, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.store import write_private
 from fedloom.deploy.trial import Trial, deal, network
@@ -78,11 +78,11 @@ class Federation:
         keys, way = self.keys, ["--insecure"]
         trust = "insecure = true"
         if keys:
-            trust = f"root-certificates = {json.dumps(str(keys / 'ca.pem'))}"
+            trust = f"root-certificates = {in_toml(str(keys / 'ca.pem'))}"
             way = ["--ssl-certfile", f"{keys}/server.pem", "--ssl-keyfile", f"{keys}/server.key"]
             way += ["--ssl-ca-certfile", f"{keys}/ca.pem", "--enable-supernode-auth"]
         note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
-        (self.app.local / "flower" / "config.toml").write_text(note)
+        (self.app.local / "flower" / "config.toml").write_text(note, encoding="utf-8")
         if not self._registered:  # a link of an earlier trial would take its nodes for running
             for left in self._database.parent.glob(f"{self._database.name}*"):
                 left.unlink()
@@ -99,7 +99,7 @@ class Federation:
         """A node, with its own folder."""
         folder = self.app.local / "nodes" / file_name(client)
         told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
-        words = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
+        words = " ".join(f"{name}={in_toml(value)}" for name, value in told.items())
         way = ["--insecure"]
         if self.keys:
             way = ["--root-certificates", f"{self.keys}/ca.pem"]
@@ -110,7 +110,7 @@ class Federation:
     def start_run(self, changes: Mapping[str, Any], folder: Path | None = None, extra: Sequence[str] = ()) -> None:
         """Submit the app, or the one in another folder; the process ends when the run does."""
         keys = {"node-keys": f"{self.keys}/clients"} if self.keys else {}
-        words = " ".join(f"{key}={json.dumps(value)}" for key, value in {**keys, **changes}.items())
+        words = " ".join(f"{key}={in_toml(value)}" for key, value in {**keys, **changes}.items())
         command = ["flwr", "run", str(folder or self.app.folder), LINK, "--run-config", words, "--stream"]
         self.processes.start("run", [*command, *extra])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,6 +29,11 @@ SHARED = (
 
 NAME = re.compile(r"(?!\.)[\w.-]{1,64}")
 """A client's name on a network."""
+
+
+def in_toml(value: bool | float | str) -> str:
+    """A value as TOML has it. That is as in JSON, but for characters beyond 16 bits, of which JSON makes two."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_name(client: str) -> None:

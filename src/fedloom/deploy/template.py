@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -13,7 +12,7 @@ from typing import Any
 from fedloom import __version__, algorithms
 from fedloom.core.config import build, by_preset, flag
 from fedloom.core.errors import ConfigError, RunError, unknown
-from fedloom.deploy.options import SHARED, DeployOptions
+from fedloom.deploy.options import SHARED, DeployOptions, in_toml
 from fedloom.runs.files import write_file
 from fedloom.runs.options import RunOptions
 
@@ -113,7 +112,7 @@ def write_app(folder: Path, method: str, given: Mapping[str, Any], trial: Mappin
         title=title,
         version=__version__,
         config="".join(_settings(method, given)),
-        trial="".join(f"{name} = {json.dumps(value)}\n" for name, value in trial.items()),
+        trial="".join(f"{name} = {in_toml(value)}\n" for name, value in trial.items()),
     )
     try:
         (folder / "federation").mkdir(parents=True)
@@ -166,4 +165,4 @@ def _value(value: Any) -> str:
         value = ""
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{value!r} cannot be a setting of an app; give text or a number.")
-    return json.dumps(value)
+    return in_toml(value)
