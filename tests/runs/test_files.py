@@ -16,6 +16,7 @@ import torch
 
 from fedloom.core.errors import RunError
 from fedloom.runs import files
+from fedloom.runs.lock import locked
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
@@ -162,6 +163,21 @@ def test_a_torn_line_is_cut(tmp_path: Path, before: bytes, after: bytes) -> None
     (tmp_path / "lines").write_bytes(before)
     files.cut_torn_line(tmp_path / "lines")
     assert (tmp_path / "lines").read_bytes() == after
+
+
+def test_what_a_link_leads_to_is_never_written(tmp_path: Path) -> None:
+    """A folder by somebody else can have links with the names that are written to."""
+    (tmp_path / "mine").write_bytes(b"mine\nno line")
+    for name in (f"{files.TEMPORARY}page", "lines", "lock"):
+        (tmp_path / name).symlink_to("mine")
+    files.write_file(tmp_path / "page", b"page")
+    with pytest.raises(RunError, match="lines: it is not a file"):
+        files.append(tmp_path / "lines", b"more\n")
+    with pytest.raises(OSError, match="it is not a file"):
+        files.cut_torn_line(tmp_path / "lines")
+    with pytest.raises(RunError, match="Cannot write"), locked(tmp_path):
+        pass
+    assert (tmp_path / "mine").read_bytes() == b"mine\nno line" and (tmp_path / "page").read_bytes() == b"page"
 
 
 def test_syncing_what_is_not_there(tmp_path: Path) -> None:

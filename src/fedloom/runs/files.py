@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 from fedloom.core.errors import RunError
@@ -96,6 +96,12 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
         _sync_folder(path.parent)
 
 
+def fresh(path: Path) -> BinaryIO:
+    """A new file in the place of what is there, which is not written through: a link can lead to any file."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
 def append(path: Path, line: bytes) -> None:
     """Add a line in one write. If it does not fit, nothing of it stays."""
     with writing(path), _appending(path) as file:
@@ -109,9 +115,14 @@ def append(path: Path, line: bytes) -> None:
 
 
 def _appending(path: Path) -> FileIO:
-    if path.exists() and not path.is_file():  # opening a pipe could last for ever
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    _check_file(path)
     return path.open("ab", buffering=0)
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what must not be changed: opening a pipe could last for ever, and what a link leads to is not ours."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
 
 
 class Identity(NamedTuple):
@@ -137,6 +148,7 @@ def sync_file(path: Path) -> None:
 def cut_torn_line(path: Path) -> None:
     """Drop what follows the last line break: a line that a killed process did not finish."""
     if path.exists():
+        _check_file(path)
         whole = read_file(path).rpartition(b"\n")
         if whole[2]:
             os.truncate(path, len(whole[0]) + len(whole[1]))
@@ -212,7 +224,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with fresh(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

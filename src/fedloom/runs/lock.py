@@ -32,8 +32,8 @@ else:
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process. The file says who has it, and stays: removing it would be a race."""
     path = folder / LOCK
-    with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with writing(path):  # what it links to is not ours to write, in a folder by somebody else
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     try:
         _take(descriptor, folder)
         try:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fedloom.core.errors import DataError
 from fedloom.runs.checkpoint import digest
-from fedloom.runs.files import TEMPORARY, to_json, writing
+from fedloom.runs.files import TEMPORARY, fresh, to_json, writing
 
 MANIFEST, CARD = "manifest.json", "card.json"
 SUFFIXES = (".json", ".safetensors")
@@ -52,7 +52,7 @@ def write_archive(path: Path, manifest: Mapping[str, Any], parts: Mapping[str, b
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with fresh(temporary) as file:
                 _write(file, {MANIFEST: head, **parts})
             temporary.replace(path)
         except BaseException:
