@@ -121,6 +121,10 @@ def test_values_far_from_one_are_told_of():
     (note,) = from_arrays(x.astype(np.uint8), np.arange(20) % 2).notes
     assert note.endswith("if they are tokens, give them as int64")
     assert from_arrays(x.astype(np.uint8).reshape(20, 1, 2, 2), np.arange(20) % 2).notes == ()  # these are scaled
+    prices = np.linspace(90_000, 400_000, 20)
+    (note,) = from_arrays(x / 255, prices).notes
+    assert note.startswith("targets in y go from 90000 to 400000 and are learned as they are")
+    assert from_arrays(x / 255, (prices - prices.mean()) / prices.std()).notes == ()
 
 
 def test_text_in_an_array_of_objects_is_text():

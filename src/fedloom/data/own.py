@@ -44,7 +44,7 @@ PLAIN = 4
 SQUARE = 2
 """Fewer times as many steps as channels than this, and it may be a grey image."""
 LARGE = 10.0
-"""Samples whose values are larger than this on average are told to be used as they are."""
+"""Samples and targets whose values are larger than this on average are told to be used as they are."""
 GROUP = "group_"
 """How the names of arrays begin that are groupings."""
 _CHANNELS = (1, 3, 4)
@@ -109,7 +109,7 @@ def from_arrays(
         class_names=names,
         multilabel=task == "multilabel",
         preparation=images(samples.shape[1]) if samples.dtype == np.uint8 else None,
-        notes=notes,
+        notes=(*notes, *(_large_targets(labels) if task == "regression" else ())),
     )
 
 
@@ -258,6 +258,16 @@ def _large(samples: np.ndarray, given: np.ndarray) -> tuple[str, ...]:
     return (
         f"values in x go from {samples.min():g} to {samples.max():g} and are used as they are; networks learn better "
         f"from values near 1: subtract the mean and divide by the deviation{other}{tokens}",
+    )
+
+
+def _large_targets(targets: np.ndarray) -> tuple[str, ...]:
+    """A note on targets that are far from 1."""
+    if not targets.size or not float(np.abs(targets).mean(dtype=np.float64)) > LARGE:
+        return ()
+    return (
+        f"targets in y go from {targets.min():g} to {targets.max():g} and are learned as they are; networks learn "
+        "better from values near 1: subtract the mean and divide by the deviation",
     )
 
 
