@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import algorithms
-from fedloom.adaptation.report import Report, report
+from fedloom.adaptation.report import Report, report_of
 from fedloom.clients.federation import SPLITS
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.core.task import MULTILABEL
@@ -445,10 +445,8 @@ class Admission:
     @property
     def report(self) -> Report | None:
         """What was found out about the newcomer's label shares; None for a method that is not adapted."""
-        memory, roster, state = self.newcomer.memory, self.server.roster, self.server.state
-        if "admission" not in memory:
-            return None
-        return report(memory, state.alpha, state.reference, self.newcomer.samples, roster.classes)
+        classes = self.server.roster.classes
+        return report_of(self.server.state, self.newcomer.memory, self.newcomer.samples, classes)
 
     @property
     def model(self) -> nn.Module:

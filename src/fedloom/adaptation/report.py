@@ -88,6 +88,11 @@ class Report:
         return "\n".join(lines)
 
 
+def report_of(state: Any, memory: Tree, samples: int, names: Sequence[str]) -> Report | None:
+    """The report on a newcomer, from the server's state and what the newcomer kept; None if it estimated nothing."""
+    return report(memory, state.alpha, state.reference, samples, names) if "admission" in memory else None
+
+
 def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Sequence[str]) -> Report:
     """The report on a newcomer from what it kept of its admission (``prior._estimate_final``)."""
     found: Tree = memory["admission"]

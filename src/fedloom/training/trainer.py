@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.adaptation.report import Report, report
+from fedloom.adaptation.report import Report, report_of
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Ask, Home, Program, Sent, Woven, predict_with_target
 from fedloom.core.errors import ConfigError, NeedsError, RoundError
@@ -337,10 +337,10 @@ class Trainer:
     def _estimates(self, memory: Memories, newcomers: Sequence[ClientId]) -> dict[ClientId, Report]:
         """What newcomers found out about their label shares, where they did, and where their memory is here."""
         server = self.server
-        there = [client for client in panel(newcomers, FEW) if client in memory and "admission" in memory[client]]
-        state, names = server.state, server.roster.classes
+        there = [client for client in panel(newcomers, FEW) if client in memory]
         samples = {member.id: member.samples["train"] for member in server.roster.members}
-        return {c: report(memory[c], state.alpha, state.reference, samples[c], names) for c in there}
+        found = {c: report_of(server.state, memory[c], samples[c], server.roster.classes) for c in there}
+        return {client: one for client, one in found.items() if one}
 
     def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
         """What clients of the roster that took no part are sent, and all memories afterwards."""
