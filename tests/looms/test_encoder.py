@@ -124,7 +124,7 @@ def test_batches_count_once_each_and_with_privacy_samples_do(engine: str) -> Non
         federation, ears = small_federation(sizes=(9, 4)), Ears()
         played = play(it_pfl_hn.ALGORITHM, federation, engine, rounds=1, descriptor_epsilon=epsilon)
         params, private = played.state.encoder, epsilon > 0
-        program = describe_program(played.setup.config.batch_size, False)
+        program = describe_program(played.setup.config.batch_size)
         ears(played.session("describe").ask)(program, {"encoder": params}, PerClient.empty(["0", "1"]))
         batches = [federation.x[torch.as_tensor(rows)] for rows in ears.plans[0]["0"].rows]
         assert [len(b) for b in batches] == [4, 4, 1]

@@ -254,6 +254,15 @@ def test_laplace_noise_is_written_down_without_an_epsilon(tmp_path) -> None:
     assert told.epsilon is None and told.covered == [] and "no epsilon can be named" in " ".join(told.not_covered)
 
 
+def test_noise_is_written_down_of_programs_that_have_some_and_of_no_others(tmp_path) -> None:
+    """A newcomer to a mixture trains with noise, and counts its labels for itself: that tells nobody anything."""
+    run = fedloom.run("mh_pfedhn_gd", out=tmp_path / "run", dataset="digits", partition="iid", clients=4, rounds=1,
+                      unseen=1, cohort=2, local_epochs=1, model="mlp:hidden=4", progress="quiet", laplace_noise=0.02,
+                      global_model="mlp:hidden=3", teacher="corrected", deploy="mixture",
+                      admit_rounds=1)  # fmt: skip
+    assert [line["what"] for line in released(run)] == ["training", "training", "training", "admission"]
+
+
 def test_private_descriptors_are_written_down_with_the_epsilon_they_are_made_for(tmp_path) -> None:
     run = fedloom.run("it_pfl_hn", out=tmp_path / "run", dataset="digits", partition="iid", clients=4, rounds=1,
                       unseen=2, local_steps=1, model="mlp:hidden=4", progress="quiet", descriptor_epsilon=0.7,

@@ -46,6 +46,7 @@ from fedloom.core.contract import (
     Home,
     Model,
     Needs,
+    Noise,
     Program,
     Sent,
     Setup,
@@ -59,6 +60,7 @@ from fedloom.looms.encoder import Encoder, describe_program, fit_program
 from fedloom.looms.outer import outer_steps, rows_now
 from fedloom.looms.weaving import one_by_one, pull_back, weave
 from fedloom.privacy.gaussian import analytic_sigma
+from fedloom.privacy.ledger import DESCRIPTOR
 from fedloom.programs.local import local_training
 from fedloom.programs.statistics import settle_statistics
 
@@ -84,8 +86,7 @@ class Config(pfedhn.LoomConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.private:
-            analytic_sigma(self.descriptor_epsilon, self.descriptor_delta)  # refuses what no noise can do
+        self.descriptor_noise()  # refuses what no noise can do
 
     @property
     def standardised(self) -> bool:
@@ -96,6 +97,12 @@ class Config(pfedhn.LoomConfig):
     def private(self) -> bool:
         """Whether descriptors have a known sensitivity, and newcomers add noise."""
         return self.descriptor_epsilon > 0
+
+    def descriptor_noise(self) -> Noise | None:
+        """What a newcomer adds to its descriptor."""
+        if not self.private:
+            return None
+        return Noise("gaussian", analytic_sigma(self.descriptor_epsilon, self.descriptor_delta), "sample", DESCRIPTOR)
 
     @property
     def form(self) -> tuple[str, ...]:
@@ -201,10 +208,10 @@ def begin_finetuning(setup: Setup[Any], state: State, ask: Ask) -> State:
 
 
 def encode(
-    setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask, *, private: bool = False
+    setup: Setup[Any], state: State, clients: Sequence[ClientId], ask: Ask, noise: Noise | None = None
 ) -> tuple[tuple[ClientId, ...], Tensor]:
     """The clients that answered, and their descriptors as they enter the loom."""
-    describe = describe_program(setup.config.batch_size, private)
+    describe = describe_program(setup.config.batch_size, noise)
     replies = ask(describe, {"encoder": state.encoder}, PerClient.empty(clients))
     ((members, reply),) = replies.groups
     return members, (reply["descriptor"] - state.centre) / state.scale
@@ -227,7 +234,7 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
             "IT-PFL-HN's loom has not been fine-tuned, so that it does not know descriptors yet. Train for more than "
             f"{setup.config.finetune_after} rounds, or with a smaller --finetune-after."
         )
-    clients, inputs = encode(setup, state, newcomers.clients, ask, private=setup.config.private)
+    clients, inputs = encode(setup, state, newcomers.clients, ask, setup.config.descriptor_noise())
     sent = Sent({}, weave(setup, pfedhn.loom_of(setup), state.tuned, inputs, clients))
     return Woven.of(settle_statistics(setup, sent, ask), clients, inputs)
 
@@ -251,8 +258,8 @@ def vector(config: Config) -> Literal["descriptor"]:
 def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
     """A participant trains and describes itself to the server that it trains with; a newcomer may ask for noise."""
     if newcomer:
-        return [describe_program(config.batch_size, config.private)]
-    fit, describe = fit_program(config.encoder_batches()), describe_program(config.batch_size, private=False)
+        return [describe_program(config.batch_size, config.descriptor_noise())]
+    fit, describe = fit_program(config.encoder_batches()), describe_program(config.batch_size)
     return [config.train(), fit, describe, tune_program(config)]
 
 

@@ -56,7 +56,7 @@ from fedloom.looms.multi_head import MultiHeadLoom, Pieces, Place, adam_states, 
 from fedloom.looms.places import GLOBAL, first_pieces, places_of
 from fedloom.looms.weaving import one_by_one, turns
 from fedloom.models.layers import check_told, first_layers, keep_layers, not_woven, shaped, train_unfrozen
-from fedloom.privacy.laplace import with_laplace_noise
+from fedloom.privacy.laplace import laplace_noise, with_laplace_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,8 @@ def learn(setup: Setup[Any], state: State, cohort: Cohort, ask: Ask, train: Prog
 
 def program(config: Config) -> Program:
     """What a client of MH-pFedHN runs."""
-    expected = partial(expects, config.top_share)
-    return Program("mh_pfedhn.train", client_init, client_step, client_final, config.batches(), expected)
+    expected, noise = partial(expects, config.top_share), laplace_noise(config.laplace_noise)
+    return Program("mh_pfedhn.train", client_init, client_step, client_final, config.batches(), expected, noise=noise)
 
 
 def expects(top_share: float, shared: Tree, mine: Tree) -> Tree:

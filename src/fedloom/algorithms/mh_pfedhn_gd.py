@@ -68,7 +68,7 @@ from fedloom.looms.multi_head import adam_step, pull_back, weave
 from fedloom.looms.places import GLOBAL, deploying, global_network, global_place, named_network
 from fedloom.models.layers import first_layers
 from fedloom.models.load import PredictorModule, mixture
-from fedloom.privacy.laplace import with_laplace_noise
+from fedloom.privacy.laplace import laplace_noise, with_laplace_noise
 from fedloom.programs.distillation import distilled, guest_of, log_shares, statistics_of, teacher_in
 from fedloom.programs.labels import add_labels, have_labels_counted, label_counts
 
@@ -220,8 +220,9 @@ def learn_global(setup: Setup[Any], state: State, replies: PerClient) -> State:
 
 def global_program(config: Config, network: Model) -> Program:
     """ClientUpdate1: training of the global model."""
+    noise = laplace_noise(config.laplace_noise)
     return Program(
-        "mh_pfedhn_gd.global", global_init, global_step, global_final, config.batches(), global_expects, network
+        "mh_pfedhn_gd.global", global_init, global_step, global_final, config.batches(), global_expects, network, noise
     )
 
 

@@ -210,6 +210,18 @@ class Batches:
     """What is left at the end of a pass goes to the batch before it if it is less than this."""
 
 
+class Noise(NamedTuple):
+    """Noise that a program puts on its reply, for the account of what a run makes public."""
+
+    mechanism: Literal["gaussian", "laplace"]
+    scale: float
+    """The deviation of Gaussian noise in units of what one sample can change; the scale of Laplace noise."""
+    unit: Literal["client", "sample"] = "client"
+    """What it is to hide."""
+    what: str = ""
+    """What the reply tells; empty: whatever the stage is for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Program(Structural):
     """What a client runs when asked. It travels by its name alone: a client knows the programs of its method.
@@ -226,6 +238,8 @@ class Program(Structural):
     """(shared, mine) -> a tree with the shapes that a proper reply has: others are refused."""
     guest: Model | None = None
     """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel too."""
+    noise: Noise | None = None
+    """Noise that it adds to its reply besides ``--sample-dp-noise``; it is written down before clients are asked."""
 
 
 class Table(NamedTuple):

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.core.contract import Batch, Batches, Home, Program
+from fedloom.core.contract import Batch, Batches, Home, Noise, Program
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.privacy.gaussian import perturb
 
@@ -142,16 +142,12 @@ def fit_final(home: Home, shared: Tree, carry: Fit, memory: Tree) -> tuple[Tree,
     return {"delta": change, "loss": carry.loss / carry.steps.clamp(min=1)}, memory
 
 
-PRIVATELY = "encoder.describe_privately"
-"""The program by which a newcomer says what its data are like, with noise."""
-
-
-def describe_program(batch_size: int, private: bool) -> Program:
-    """How a client describes its data: ``{"encoder"}`` shared, ``{"descriptor"}`` as reply; ``private``: with noise."""
+def describe_program(batch_size: int, noise: Noise | None = None) -> Program:
+    """How a client describes its data: ``{"encoder"}`` shared, ``{"descriptor"}`` as reply, perhaps with noise."""
     # shuffled, as clients may hold their samples class by class
     batches = Batches("train", batch_size, epochs=1)
     plain = Program("encoder.describe", describe_init, describe_step, describe_final, batches, describe_expects)
-    return replace(plain, name=PRIVATELY, final=private_final) if private else plain
+    return replace(plain, name="encoder.describe_privately", final=private_final, noise=noise) if noise else plain
 
 
 class Described(NamedTuple):

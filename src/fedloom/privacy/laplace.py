@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedloom.core.contract import Home
+from fedloom.core.contract import Home, Noise
 from fedloom.core.random import fold, laplace
+
+
+def laplace_noise(scale: float) -> Noise | None:
+    """What a program with such noise on its reply declares."""
+    return Noise("laplace", scale) if scale else None
 
 
 def with_laplace_noise(home: Home, values: Tensor, scale: float) -> Tensor:

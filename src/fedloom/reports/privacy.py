@@ -131,10 +131,10 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release], prepared: bool
             "The calibration (--adapt) is exact: participants' label shares and validation scores went into it without "
             "noise (--adapt-noise)."
         )
-    if config.get("laplace_noise"):
+    for kind, scale in dict.fromkeys((one.mechanism, one.noise) for one in releases if not one.is_bounded):
         found.append(
-            f"Laplace noise of scale {config['laplace_noise']:g} was added to changes that have no bound, so that no "
-            "epsilon can be named for it."
+            f"{kind.capitalize()} noise of scale {scale:g} was added to replies that have no bound, so that no epsilon "
+            "can be named for it."
         )
     return found
 

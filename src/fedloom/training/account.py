@@ -20,18 +20,7 @@ from fedloom.core.errors import ConfigError, RoundError, RunError
 from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId
 from fedloom.engines.job import TRIED, Job
-from fedloom.looms.encoder import PRIVATELY
-from fedloom.privacy.gaussian import analytic_sigma
-from fedloom.privacy.ledger import (
-    DESCRIPTOR,
-    Release,
-    Sampling,
-    epsilon,
-    hiding,
-    most_steps,
-    releases_of,
-    rounds_within,
-)
+from fedloom.privacy.ledger import Release, Sampling, epsilon, hiding, most_steps, releases_of, rounds_within
 from fedloom.programs.allowed import programs_of
 from fedloom.runs.directory import PRIVACY, RunDirectory
 from fedloom.runs.options import RunOptions
@@ -184,17 +173,18 @@ class Account:
             self._check_round()
         if what == SETTLING and job.program.name in self._settling:
             self._write(self._of_settling(about.draw))
-        scale = getattr(self.config, "laplace_noise", 0.0)
+        noise = job.program.noise
         if job.hides_samples:
             self._hidden(job, about)
-        elif scale and job.program.batches and job.program.batches.split not in TRIED:
-            everybody = len(job.clients)
-            self._write(about._replace(noise=scale, clients=everybody, size=everybody, mechanism="laplace"))
-        elif job.program.name == PRIVATELY:
-            noise = analytic_sigma(self.config.descriptor_epsilon, self.config.descriptor_delta)
+        elif noise:
+            about = about._replace(what=noise.what or what, noise=noise.scale, mechanism=noise.mechanism)
+            if noise.unit == "client":
+                everybody = len(job.clients)
+                self._write(about._replace(clients=everybody, size=everybody))
+                return
             for samples, clients in self._by_samples(job.clients):
-                self._write(about._replace(what=DESCRIPTOR, noise=noise, sampling="poisson", clients=samples or 1,
-                                           size=samples or 1, unit="sample", who=clients))  # fmt: skip
+                number = samples or 1
+                self._write(about._replace(sampling="poisson", clients=number, size=number, unit="sample", who=clients))
 
     def _hidden(self, job: Job, about: Release) -> None:
         """Steps of local training, each noised, of some clients."""
