@@ -23,7 +23,7 @@ from deploy.test_stopping import running_below, wait_until
 from fedloom.core.errors import RunError
 from fedloom.core.trees import flatten
 from fedloom.deploy.keys import make_keys
-from fedloom.deploy.local import App, Federation, app_in, follow, local, resume, started
+from fedloom.deploy.local import App, LocalFederation, app_in, follow, local, resume, started
 from fedloom.deploy.processes import free_port
 from fedloom.deploy.proxy import write_nginx_config
 from fedloom.deploy.ray import run_on_ray
@@ -77,11 +77,11 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory, nothing_is_left: None) -> Iterator[Federation]:
+def ward(tmp_path_factory: pytest.TempPathFactory, nothing_is_left: None) -> Iterator[LocalFederation]:
     """A link and four nodes with two architectures, which all tests that need no others share."""
     app = app_for(tmp_path_factory.mktemp("ward") / "app", "pfedhn")
     deal(app.trial, NODES, 1, 0, app.local / "nodes")
-    federation = Federation(app)
+    federation = LocalFederation(app)
     with federation.processes:
         federation.start_link()
         for number in range(NODES):
@@ -89,7 +89,7 @@ def ward(tmp_path_factory: pytest.TempPathFactory, nothing_is_left: None) -> Ite
         yield federation
 
 
-def run_to_end(federation: Federation, app: App, out: Path, **changes: Any) -> RunDirectory:
+def run_to_end(federation: LocalFederation, app: App, out: Path, **changes: Any) -> RunDirectory:
     """Submit an app to a federation that runs, and wait for it."""
     federation.start_run({"out": str(out), "nodes": NODES, **changes}, app.folder)
     process, end = federation.processes.running["run"], time.monotonic() + PATIENCE
@@ -141,7 +141,7 @@ class TestOnOneFederation:
 
     @pytest.mark.parametrize("method", CASES)
     def test_a_method_over_the_network_equals_the_sequential_engine(
-        self, method: str, ward: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, method: str, ward: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options = {**QUICK, **PAIR, **CASES[method], "eval_every": 99}
         same = method == "scaffold"  # needs one architecture: its user writes one into client.py
@@ -214,7 +214,7 @@ def test_a_node_that_is_killed_comes_back_as_itself_a_bad_one_is_named_and_a_new
     source = app.folder / "federation" / "client.py"
     source.write_text(source.read_text() + EVIL)
     deal(app.trial, 4, 0, 0, app.local / "nodes")
-    federation = Federation(app)
+    federation = LocalFederation(app)
     with federation.processes:
         federation.start_link()
         for client in "012":
@@ -278,7 +278,7 @@ def test_with_keys_clients_are_who_their_keys_say_strangers_stay_out_and_a_new_l
     keys = make_keys(app.folder / "keys", ["0", "1"], ["127.0.0.1", "localhost"])
     other = make_keys(tmp_path / "other", ["stranger"], ["127.0.0.1"])
     deal(app.trial, 2, 0, 0, app.local / "nodes")
-    federation = Federation(app, keys)
+    federation = LocalFederation(app, keys)
     with federation.processes as processes:
         federation.start_link()
         if NGINX:  # nodes reach the link through the proxy of the guide

@@ -18,7 +18,7 @@ import pytest
 
 from fedloom.core.errors import RunError
 from fedloom.deploy import local as trial
-from fedloom.deploy.local import App, Federation, alone, app_in, follow
+from fedloom.deploy.local import App, LocalFederation, alone, app_in, follow
 from fedloom.deploy.processes import Processes
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import Trial, about
@@ -41,7 +41,7 @@ with Processes(Path(sys.argv[1]) / "logs", Path(sys.argv[1]) / "flower") as proc
 """
 
 
-def wait_until(what: Callable[[], bool], seconds: float, why: str, federation: Federation | None = None) -> None:
+def wait_until(what: Callable[[], bool], seconds: float, why: str, federation: LocalFederation | None = None) -> None:
     """Look often; with a federation, until its run has ended."""
     end = time.monotonic() + seconds
     while not what():
@@ -139,7 +139,7 @@ def test_what_a_killed_trial_left_is_ended_before_the_next_and_only_one_runs(tmp
 
 
 def test_the_reason_of_this_run_is_told_and_not_that_of_an_earlier_one(tmp_path: Path) -> None:
-    federation = Federation(new_app(tmp_path / "app"))
+    federation = LocalFederation(new_app(tmp_path / "app"))
     federation.processes.log("run").write_text("fedloom: An earlier reason.\n")
     with federation.processes as processes:
         processes.start("link", ["sleep", "300"])
@@ -163,7 +163,7 @@ def test_a_new_link_is_told_the_keys_and_one_that_is_started_again_has_them(
     monkeypatch.setattr(trial, "wait_for_port", lambda *_: None)
     database = app.local / "flower" / "link.db"
     for _ in range(2):  # as `deploy local` does, then `deploy resume`: nodes of the first are gone
-        federation = Federation(app, keys)
+        federation = LocalFederation(app, keys)
         database.write_text("of an earlier trial")
         calls.clear()
         federation.start_link()
@@ -184,7 +184,7 @@ def test_what_the_server_waits_for_is_shown_once_as_soon_as_it_says_so(tmp_path:
         def wait(self, text: str) -> None:
             shown.append(text)
 
-    federation = Federation(new_app(tmp_path / "app"))
+    federation = LocalFederation(new_app(tmp_path / "app"))
     with federation.processes as processes:
         processes.start("link", ["sleep", "300"])
         first = "fedloom waits for 4 clients; 2 are connected"
@@ -199,12 +199,12 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
 ) -> None:
     app, nodes, runs = new_app(tmp_path / "app"), [], []
 
-    def start_node(self: Federation, client: str, config: Any) -> None:
+    def start_node(self: LocalFederation, client: str, config: Any) -> None:
         nodes.append((client, config.get("role", "participant")))
 
-    monkeypatch.setattr(Federation, "start_link", lambda self: None)
-    monkeypatch.setattr(Federation, "start_node", start_node)
-    monkeypatch.setattr(Federation, "start_run", lambda self, changes: runs.append(changes))
+    monkeypatch.setattr(LocalFederation, "start_link", lambda self: None)
+    monkeypatch.setattr(LocalFederation, "start_node", start_node)
+    monkeypatch.setattr(LocalFederation, "start_run", lambda self, changes: runs.append(changes))
     monkeypatch.setattr(
         trial,
         "follow",
@@ -229,6 +229,6 @@ def test_a_trial_goes_on_with_the_nodes_and_the_data_that_it_was_begun_with(
         runs.clear()
         trial.resume(app, display("quiet"))
         assert [run["resume"] for run in runs] == [False] and "old" not in RunDirectory.open(app.out).config
-    trial.Roster.file(app).unlink()
+    trial.TrialRoster.file(app).unlink()
     with pytest.raises(RunError, match="begin again with `fedloom deploy local`"):
         trial.resume(app, display("quiet"))

@@ -119,7 +119,7 @@ def test_a_client_whose_process_dies_twice_is_dropped_by_name(
     without = play(FEDAVG, federation, "sequential", rounds=1, cohorts=[["0", "1", "2", "4"]])
     for name, value in without.state.params.items():
         torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
-    assert not set(killed) & {actor.process for actor in ray_cluster.crew(Host, "cpu", 2, 0.0)}
+    assert not set(killed) & {actor.process for actor in ray_cluster.actors(Host, "cpu", 2, 0.0)}
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_a_method_of_a_folder_and_a_network_of_the_users_go_along(
 
 
 def test_ray_listens_to_this_machine_only(ray_cluster: Cluster) -> None:
-    ray_cluster.crew(Host, "cpu", 2, 0.0)
+    ray_cluster.actors(Host, "cpu", 2, 0.0)
     folder = Path(ray_cluster.ray._private.worker._global_node.get_session_dir_path()).parents[1]
     assert folder.stat().st_mode & 0o077 == 0
     sockets = {

@@ -172,7 +172,7 @@ class Participant:
         self.sums = summing(settings, self.own)
         self.store, self.name = folder_of(self.own)
         device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
-        told = Told(about)
+        told = OwnConfig(about)
         network, data = build_model(told), load_data(told)
         told.check_all_read(settings.config)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
@@ -458,7 +458,7 @@ def own_options(node: NodeConfig) -> NodeOptions:
     return found
 
 
-class Told(dict[str, Any]):
+class OwnConfig(dict[str, Any]):
     """A node's own config as the user's functions get it; it knows what they have read."""
 
     def __init__(self, node: NodeConfig) -> None:

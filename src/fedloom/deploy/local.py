@@ -59,7 +59,7 @@ def app_in(folder: Path) -> App:
     return App(folder.absolute(), read(config), build(Trial, trial))
 
 
-class Federation:
+class LocalFederation:
     """Link and nodes of an app on loopback. Enter it to start them; leaving it stops whatever runs."""
 
     def __init__(self, app: App, keys: Path | None = None, out: Path | None = None) -> None:
@@ -115,7 +115,7 @@ class Federation:
         self.processes.start("run", [*command, *extra])
 
 
-class Roster(NamedTuple):
+class TrialRoster(NamedTuple):
     """Who takes part in a trial, the participants first. Kept in a file, so that a trial goes on as it was begun."""
 
     clients: list[str]
@@ -128,7 +128,7 @@ class Roster(NamedTuple):
         return app.local / "roster.json"
 
     @classmethod
-    def read(cls, app: App) -> Roster:
+    def read(cls, app: App) -> TrialRoster:
         """As the trial was begun."""
         file = cls.file(app)
         try:
@@ -155,14 +155,14 @@ def alone(app: App) -> Iterator[None]:
     """Hold the app's trial. Whatever runs of it then was left behind by a process that was killed, and is ended."""
     app.local.mkdir(parents=True, exist_ok=True)
     with locked(app.local):
-        Federation(app).processes.stop()
+        LocalFederation(app).processes.stop()
         yield
 
 
 @contextmanager
-def running(app: App, roster: Roster) -> Iterator[Federation]:
+def running(app: App, roster: TrialRoster) -> Iterator[LocalFederation]:
     """Link and nodes, with the data in the nodes' folders."""
-    federation, told = Federation(app, roster.keys(app)), {}
+    federation, told = LocalFederation(app, roster.keys(app)), {}
     for number, client in enumerate(roster.clients):
         model = {"model": network(app.trial, number, app.settings.deploy.shape, app.settings.tokens)}
         takes_part = number < roster.nodes
@@ -188,12 +188,12 @@ def _identity(settings: Settings, keys: Path | None, client: str) -> dict[str, s
 
 
 @contextmanager
-def started(app: App, nodes: int, newcomers: int = 0, *, tls: bool = False) -> Iterator[Federation]:
+def started(app: App, nodes: int, newcomers: int = 0, *, tls: bool = False) -> Iterator[LocalFederation]:
     """Link and nodes with the trial's data, running."""
     with alone(app):
         files = deal(app.trial, nodes, newcomers, app.settings.run.seed, app.local / "nodes")
-        roster = Roster(list(files), nodes, tls)
-        write_file(Roster.file(app), to_json(roster._asdict()))
+        roster = TrialRoster(list(files), nodes, tls)
+        write_file(TrialRoster.file(app), to_json(roster._asdict()))
         with running(app, roster) as federation:
             yield federation
 
@@ -232,7 +232,7 @@ def resume(app: App, shown: Display) -> RunDirectory:
     """
     if not app.local.exists():
         raise RunError(f"{app.folder} holds no trial yet; begin one with `fedloom deploy local {app.folder}`.")
-    roster = Roster.read(app)
+    roster = TrialRoster.read(app)
     with alone(app):
         begun = _checkpointed(app.out)
         with running(app, roster) as federation:
@@ -254,7 +254,7 @@ def _checkpointed(out: Path) -> bool:
     return False
 
 
-def follow(federation: Federation, shown: Display) -> None:
+def follow(federation: LocalFederation, shown: Display) -> None:
     """Show a run that another process writes, until it ends."""
     processes, path = federation.processes, federation.out
     with shown as screen:
@@ -308,7 +308,7 @@ def _begin(directory: RunDirectory, screen: Display) -> int:
     return done
 
 
-def _reason(federation: Federation) -> str:
+def _reason(federation: LocalFederation) -> str:
     """Why a run did not finish, in its own words."""
     log, lines = federation.processes.log("run"), federation.processes.said("run").splitlines()
     told = [line.partition("fedloom: ")[2] for line in lines if "fedloom: " in line]

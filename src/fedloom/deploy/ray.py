@@ -27,8 +27,7 @@ from fedloom.core.task import TASKS
 from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.deploy.client import answer
-from fedloom.deploy.local import LINK, App, follow
-from fedloom.deploy.local import Federation as Processes
+from fedloom.deploy.local import LINK, App, LocalFederation, follow
 from fedloom.deploy.options import SHARED, check_name, read
 from fedloom.deploy.processes import wait_for_port
 from fedloom.deploy.template import write_app
@@ -104,7 +103,7 @@ def _names(options: RunOptions) -> list[str]:
 
 
 def _run(app: App, out: Path, nodes: int, participants: int, shown: Display) -> None:
-    federation = Processes(app, out=out.absolute())
+    federation = LocalFederation(app, out=out.absolute())
     with federation.processes as processes:
         note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{federation.port}"\ninsecure = true\n'
         (app.local / "flower" / "config.toml").write_text(note)

@@ -49,9 +49,9 @@ class Cluster:
     def __init__(self, address: str | None, workers: int, gpus: int) -> None:
         self.ray = _ray(not address)
         self.local = False
-        self._crews: dict[tuple[str, int, float], list[Actor]] = {}
+        self._actors: dict[tuple[str, int, float], list[Actor]] = {}
         if self.ray.is_initialized():  # by others, who end it
-            weakref.finalize(self, _dismiss, self.ray, self._crews, os.getpid())
+            weakref.finalize(self, _dismiss, self.ray, self._actors, os.getpid())
             return
         watched = None if address else _watched_folder()
         end = weakref.finalize(self, _stop, self.ray, watched, os.getpid())
@@ -84,41 +84,41 @@ class Cluster:
         """How many cores (``CPU``) or GPUs (``GPU``) there are."""
         return int(self.ray.cluster_resources().get(resource, 0))
 
-    def crew(self, work: type, device: str, number: int, gpus: float) -> list[Actor]:
+    def actors(self, work: type, device: str, number: int, gpus: float) -> list[Actor]:
         """``number`` actors that do ``work`` on a device, with so many GPUs each; the same ones each time."""
         key = (device, number, gpus)
-        if key not in self._crews:
+        if key not in self._actors:
             handles = [self._begin(work, device, gpus) for _ in range(number)]
-            self._crews[key] = []
+            self._actors[key] = []
             try:
-                self._crews[key] += [self._greeted(handle) for handle in handles]
+                self._actors[key] += [self._greeted(handle) for handle in handles]
             except BaseException:
-                del self._crews[key]
+                del self._actors[key]
                 for handle in handles:
                     self.ray.kill(handle)
                 raise
-        return self._crews[key]
+        return self._actors[key]
 
-    def replace(self, crew: list[Actor], actor: Actor, work: type, device: str, gpus: float) -> bool:
+    def replace(self, actors: list[Actor], actor: Actor, work: type, device: str, gpus: float) -> bool:
         """Another actor in the place of one that died; whether there is room for one. Without any left, raise."""
-        at = crew.index(actor)
-        crew.remove(actor)
+        at = actors.index(actor)
+        actors.remove(actor)
         self.ray.kill(actor.handle)  # it may only be out of reach
         handle = self._begin(work, device, gpus)
         try:
-            crew.insert(at, self._greeted(handle))
+            actors.insert(at, self._greeted(handle))
         except NeedsError as error:
             self.ray.kill(handle)
-            if not crew:
+            if not actors:
                 raise RoundError(f"{error} The last checkpoint is intact: the run can be resumed.") from error
             return False
         return True
 
-    def dismiss(self, crew: list[Actor]) -> None:
+    def dismiss(self, actors: list[Actor]) -> None:
         """End actors, whatever they are at."""
-        for key in [key for key, found in self._crews.items() if found is crew]:
-            del self._crews[key]
-        for actor in crew:
+        for key in [key for key, found in self._actors.items() if found is actors]:
+            del self._actors[key]
+        for actor in actors:
             self.ray.kill(actor.handle)
 
     def _begin(self, work: type, device: str, gpus: float) -> Any:
@@ -245,9 +245,9 @@ def _stop(ray: Any, watched: _Watched | None, owner: int) -> None:
             shutil.rmtree(watched.folder, ignore_errors=True)
 
 
-def _dismiss(ray: Any, crews: Mapping[Any, list[Actor]], owner: int) -> None:
+def _dismiss(ray: Any, kinds: Mapping[Any, list[Actor]], owner: int) -> None:
     if os.getpid() == owner and ray.is_initialized():
-        for actor in (actor for crew in crews.values() for actor in crew):
+        for actor in (actor for actors in kinds.values() for actor in actors):
             ray.kill(actor.handle)
 
 

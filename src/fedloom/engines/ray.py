@@ -134,7 +134,7 @@ class Ray(AbstractEngine):
 
     def actors(self) -> list[Actor]:
         """The processes that clients run in, started when they are first needed."""
-        return self._cluster.crew(Host, self._device, self._number, self._gpus)
+        return self._cluster.actors(Host, self._device, self._number, self._gpus)
 
     def parts(self, groups: Sequence[Job]) -> list[Job]:
         """The groups as they are divided."""
@@ -154,11 +154,11 @@ class Ray(AbstractEngine):
         if not parts:
             return
         cluster, waiting = self._cluster, sorted(parts, key=lambda number: -cost(parts[number]))
-        crew = self.actors()
+        actors = self.actors()
         at: dict[Any, tuple[Actor, int]] = {}
 
         def deal() -> None:
-            idle = [actor for actor in crew if all(actor != other for other, _ in at.values())]
+            idle = [actor for actor in actors if all(actor != other for other, _ in at.values())]
             for actor, number in self._dealt(idle, waiting, parts):
                 at[self._begin(actor, parts[number], shared)] = actor, number
 
@@ -169,12 +169,12 @@ class Ray(AbstractEngine):
                 if not done and cluster.local:
                     self._end_stuck([actor for actor, _ in at.values()])
                 ended = [(answer, *at.pop(answer)) for answer in done]
-                results = [(number, self._result(answer, actor, crew)) for answer, actor, number in ended]
+                results = [(number, self._result(answer, actor, actors)) for answer, actor, number in ended]
                 deal()  # before results are read, so that nobody is idle meanwhile
                 for number, result in results:
                     yield number, result if isinstance(result, Lost) else self._read(result)
         except BaseException:
-            cluster.dismiss(crew)
+            cluster.dismiss(actors)
             raise
 
     def _end_stuck(self, busy: Sequence[Actor]) -> None:
@@ -233,7 +233,7 @@ class Ray(AbstractEngine):
     def _put(self, kind: str, what: Any) -> Thing:
         return Thing(kind, next(_numbers), self._cluster.ray.put(what))
 
-    def _result(self, answer: Any, actor: Actor, crew: list[Actor]) -> Any:
+    def _result(self, answer: Any, actor: Actor, actors: list[Actor]) -> Any:
         """What an actor gave, or ``Lost``; another one takes the place of an actor that died."""
         errors = self._cluster.ray.exceptions
         try:
@@ -244,8 +244,8 @@ class Ray(AbstractEngine):
         except errors.RayError as error:
             why = f"its process {actor.process} ended: {first_line(error)}"
         self.note(f"process {actor.process} of Ray's ended; its clients were asked again")
-        if not self._cluster.replace(crew, actor, Host, self._device, self._gpus):
-            self.note(f"Ray has no place for another process like {actor.process}, which ended; {len(crew)} go on")
+        if not self._cluster.replace(actors, actor, Host, self._device, self._gpus):
+            self.note(f"Ray has no place for another process like {actor.process}, which ended; {len(actors)} go on")
         return Lost(why)
 
     def _read(self, result: tuple[Any, Packed]) -> Outcome:

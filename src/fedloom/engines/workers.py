@@ -72,11 +72,11 @@ class Workers:
 
     def __init__(self, number: int, work: Work) -> None:
         self._work, self._thread = work, threading.current_thread()
-        self._crew: list[_Worker] = []
-        self._end = weakref.finalize(self, _dismiss, self._crew, os.getpid())
+        self._workers: list[_Worker] = []
+        self._end = weakref.finalize(self, _dismiss, self._workers, os.getpid())
         try:
             for _ in range(number):
-                self._crew.append(self._fork())
+                self._workers.append(self._fork())
         except BaseException:
             self.close()
             raise
@@ -88,18 +88,18 @@ class Workers:
         """
         waiting = deque(jobs)
         try:
-            while waiting or any(worker.job is not None for worker in self._crew):
-                for worker in self._crew:
+            while waiting or any(worker.job is not None for worker in self._workers):
+                for worker in self._workers:
                     if worker.job is None and waiting:
                         worker.begin(waiting.popleft(), prepare)
-                busy = [worker for worker in self._crew if worker.job is not None]
+                busy = [worker for worker in self._workers if worker.job is not None]
                 ready = wait([worker.connection for worker in busy], timeout=1.0)
                 for worker in busy:
                     if worker.connection in ready or (not ready and worker.stuck()):
                         job, result = worker.end()
                         if isinstance(result, Lost):
-                            self._crew.remove(worker)
-                            self._crew.append(self._fork())
+                            self._workers.remove(worker)
+                            self._workers.append(self._fork())
                         else:
                             if waiting:  # before this result is read, so that nobody is idle meanwhile
                                 worker.begin(waiting.popleft(), prepare)
@@ -134,7 +134,7 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if process == 0:
-            for other in self._crew:
+            for other in self._workers:
                 other.connection.close()
             here.close()
             _serve(there, inbox, outboxes, self._work)
