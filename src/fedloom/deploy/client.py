@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's half of a Flower app. Each message is answered by a process of its own, so imports are few.
 
+The server may be hostile. A message names a program and brings tensors; everything else comes from this machine: the
+method's code, its config, the data, the memory. What a message goes through, in this order (``Participant.answer``):
+
+1. The program must be one that this method has for this role, made from this node's own config.
+2. Raw samples are prepared as the server says, in the form that the node's own config has.
+3. What the answer spends of the samples' privacy is written down, and refused beyond ``max-epsilon``.
+4. The program runs on the memory of the version that the server names, or on a fresh one.
+5. Nothing is told of fewer samples than ``min-batch``, unless noise hides each of them.
+6. An answer with noise is drawn once: asked the same again, the node gives the same answer, not another draw.
+7. In a secure sum the change is masked. The memory is kept under the new version.
+
 A node runs the programs of its method, made from its own config, and refuses anything else by name
 (``programs.allowed``). What it decides for itself is in ``NodeOptions``; besides, ``flower-supernode --node-config``
 may hold whatever the user's two functions read, and any option of the method that this client wants otherwise, e.g.

@@ -3,6 +3,13 @@
 
 The messages: ``deploy.pact``. What comes out is the mean of the changes, each client counted once, which the method
 gets as if every client had replied with it.
+
+A sum goes through the steps of the table there, from ``_keys`` to ``_unmasked``. Who does not answer a step, or answers
+with what cannot be, is left out of those that follow, by name. The sum is given up, and the round with it, where fewer
+are left than a quorum, than Shamir's threshold, or than ``FEWEST``.
+
+Nobody can look into a masked change, so each client's own bound is all there is on it: changes are shortened before
+they are masked. A mean that is longer than the bound gives away that some client did not. Which one, nobody can tell.
 """
 
 from __future__ import annotations

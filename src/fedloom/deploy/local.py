@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole federation on this machine: link, nodes and run, as separate processes on loopback."""
+"""A whole federation on this machine: link, nodes and run, as separate processes on loopback.
+
+Everything of it lies in the app's folder, and nothing of it is sent with the app::
+
+    APP/local/
+      roster.json       who takes part, for ``deploy resume``
+      run/              the run directory, as on a server
+      nodes/NAME/       what a client has on its machine: data.npz, secret, memory, model
+      flower/           Flower's own: where the link is, its database
+      logs/             one log for each process
+
+One process holds a trial at a time (``alone``); it first ends whatever an earlier one left behind. Stopping is the
+context managers' work: however a trial ends, its processes end with it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a deployed federation, as a Flower app holds them: one flat table, text and numbers only."""
+"""The options of a deployed federation, as a Flower app holds them: one flat table, text and numbers only.
+
+The table is in the app's ``pyproject.toml``, and the server and every node read it. It has three kinds of options side
+by side: those of the federation (``DeployOptions``), those of a run that make sense where clients bring their own data
+(``SHARED``), and the method's own. ``read`` takes it apart into ``Settings``. A node's machine has options of its own
+besides (``NodeOptions``), which no server can change: what it tells, how much, and to whom.
+"""
 
 from __future__ import annotations
 

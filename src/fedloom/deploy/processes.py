@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's processes on this machine: started in groups of their own, and stopped, whatever happens."""
+"""Flower's processes on this machine: started in groups of their own, and stopped, whatever happens.
+
+Flower's processes start others, which do not all end with them. What belongs to a trial is therefore known by its
+environment, which children inherit: the folder of Flower's own files (FLWR_HOME) and a name. All of it is asked to end,
+then made to; so a later process can also end what one that was killed has left.
+"""
 
 from __future__ import annotations
 

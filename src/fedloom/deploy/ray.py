@@ -2,6 +2,10 @@
 """``--engine flower-sim``: a simulated federation whose clients run on Ray, on this machine or a cluster, by Flower.
 
 The app is the one of a deployment, except that a client's data and model are those that a simulation would give it.
+It is written into a temporary folder, with the options of the run in its client file, and submitted to a link on this
+machine, which starts Flower's simulation. Each process of Ray deals the federation anew, once, from these options and
+the seed; node i is the i-th client of the roster. The nodes' folders, with their memories, lie in the temporary folder
+and are removed in the end. Models are not delivered: the run directory has what is needed to make them.
 """
 
 from __future__ import annotations

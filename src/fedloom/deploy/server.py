@@ -1,5 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's half of a Flower app: the same rounds, records and checkpoints as in a simulation, over a network."""
+"""The server's half of a Flower app: the same rounds, records and checkpoints as in a simulation, over a network.
+
+A ``Deployment`` is a ``Trainer`` whose clients come and go. It is entered in one of three ways, as the settings say:
+
+    start     wait until ``nodes`` participants are connected; have them tell how raw samples are prepared; train; give
+              everybody who is connected the model that it is to use
+    resume    take clients, state and round from the last checkpoint; wait until so many are back; go on
+    admit     take the checkpoint that newcomers are served from; give those that are connected their models
+
+Before every round it looks who is there. A client that came after the beginning becomes a participant where the
+method's state has room for one more (``roster.grown``), else a newcomer. A round that too few answer is done again,
+``repeats`` times, then the run stops with its last checkpoint intact.
+
+What a checkpoint has to do with clients on other machines:
+
+- Their memories stay there, in numbered versions (``deploy.engine``). A checkpoint names the version of each client
+  that it counts on, and clients keep those until no checkpoint does (``count_on``). It is written after every round, or
+  a server that was killed would ask for versions that are gone.
+- It names the clients, because later ones may have joined since: whoever resumes takes the roster from there.
+- The replies of a round can be finite and leave a state from which no round can begin. ``proven`` is the last round
+  from which one began. Where the next one fails for everybody, the checkpoint after that round is removed (``_run``).
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,14 @@
 
 Every message runs in a process of its own, so what is kept between them lies in the node's folder, ``RUN/sums``. A step
 is written down before it is answered and is never done twice. Seeds are gone when the sum is over, or the next begins.
+
+A node does not trust the server with the others' names. It refuses a sum
+
+- of a round that it has unmasked before: two sums that differ by one client would tell that client's change;
+- of fewer clients than its own ``min-summed``;
+- whose keys are not signed by its ``peers``, where its config has some.
+
+And it never tells both shares of one client, that of its own mask and that of its second key.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Flower app for a method, ready to run; in ``federation/client.py`` a user fills two functions."""
+"""A Flower app for a method, ready to run; in ``federation/client.py`` a user fills two functions.
+
+Its ``pyproject.toml`` has every option of ``deploy.options`` with a comment that says what it means. An option that a
+preset decides, or that is not used beside another, is left empty there: written down, its default would count as given.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing an engine, by a rule and not by a stopwatch: the same config must give the same bits on the next day too."""
+"""Choosing an engine, by a rule and not by a stopwatch: the same config must give the same bits on the next day too.
+
+    GPU                              vectorised: a cohort is one batch
+    CPU, one client a round          sequential: there is nothing to batch
+    CPU, convolutions                parallel: clients one after another, in a process per core
+    CPU, dense layers                parallel_vectorised: batches of a few clients, in a process per core
+    a network that vmap cannot run   parallel, or sequential on a GPU
+
+On one core the parallel engine is the sequential one: with one operator thread they give the same bits.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 """Other engines side by side: parts of a group run in processes of one operator thread each, one per core.
 
 How a group is divided depends on the group alone, never on the number of processes: no bit depends on it.
+
+Workers are forked with the data, the models and the programs in their memory, so that a part is sent as a few names and
+the trees of its clients. A program that they do not know yet, or other data, means new workers. Clients whose worker
+died are asked once more, each in a part of its own: so one that kills its process costs nobody else's reply.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop over clients. When a program fails it says in which stage, for whom and on what shapes."""
+"""A loop over clients. When a program fails it says in which stage, for whom and on what shapes.
+
+``run_client`` is what a client does on a machine of its own: it is all that the other side of a network runs, and what
+every other engine must agree with.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process at a time: a lock that the operating system takes back when its holder dies, however."""
+"""One process at a time: a lock that the operating system takes back when its holder dies, however.
+
+A file whose mere existence meant "in use" would outlive a killed process and lock everybody out. Here it is the open
+file that is locked; what is written in it, who has it, is for people.
+"""
 
 from __future__ import annotations
 

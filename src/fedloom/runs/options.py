@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of: the options that every method shares. The method's own ``Config`` stands beside them, flat."""
+"""What a run is made of: the options that every method shares. The method's own ``Config`` stands beside them, flat.
+
+They are the flags of ``fedloom run``, the arguments of ``fedloom.run`` and the lines of ``config.yaml``; the help text
+of each is its documentation. What can be said of them without data is checked here: values out of range, options that
+need or exclude each other. The rest is known when the data are there, and ``training.simulation`` checks it.
+"""
 
 from __future__ import annotations
 

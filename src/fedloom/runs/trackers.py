@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: optional mirrors of a run's numbers. Their packages are imported only when used."""
+"""Experiment trackers: optional mirrors of a run's numbers. Their packages are imported only when used.
+
+The run directory stays what counts: a tracker gets each round's numbers after they are written there, and nothing is
+ever read back from it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds until the end, written down as they come: what is on disk is always a run that can go on."""
+"""Rounds until the end, written down as they come: what is on disk is always a run that can go on.
+
+A round's record is written when the round and, where one follows, its evaluation are done; then comes the checkpoint,
+if one is due. Where this is interrupted, or a round fails, the run goes back to the last record and writes a checkpoint
+of that moment. Records beyond the last checkpoint, of a process that was killed, are removed when the run is resumed.
+
+Nothing is evaluated twice: the summary is made from the records and the scores that are on disk.
+"""
 
 from __future__ import annotations
 

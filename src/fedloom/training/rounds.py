@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round of training as a function of a moment, and the look ahead that keeps a GPU busy."""
+"""One round of training as a function of a moment, and the look ahead that keeps a GPU busy.
+
+A round begins from a ``Mark`` (number, state, memories) and gives another one; nothing else changes. That is what makes
+looking ahead safe: a round that was begun in vain is dropped, and nobody has seen it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation in this process, built from options and data."""
+"""A federation in this process, built from options and data.
+
+What is decided here, in this order, each by options and data alone, so that a config repeats a run:
+
+1. who holds which samples: what the server keeps, then the partition of the rest (``split``);
+2. how raw samples are prepared, by participants' training data (``fitted``);
+3. cameras, shifts and lies, which change samples, and the networks of the clients (``federation_of``);
+4. the engine, and how many threads operators have.
+
+A ``Simulation`` is then a ``Trainer`` with a ``Server`` and this federation. The server gets the roster and, with
+``--server-data``, samples of its own, and nothing of the clients' data.
+"""
 
 from __future__ import annotations
 
