@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,14 +16,11 @@ from torch import Tensor, nn
 from fedloom import algorithms
 from fedloom.adaptation.report import Report, report_of
 from fedloom.clients.federation import SPLITS
-from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
-from fedloom.core.task import MULTILABEL
+from fedloom.core.errors import ConfigError, NeedsError, RunError, unknown
 from fedloom.core.trees import ClientId, Tree
-from fedloom.core.trust import check as check_trust
 from fedloom.data.arrays import Arrays
-from fedloom.data.labels import UNKNOWN
 from fedloom.data.registry import load as load_data
-from fedloom.data.samples import as_arrays, checked_labels, labels_among, prepared_samples
+from fedloom.data.samples import as_arrays
 from fedloom.models.load import is_one_network, with_preparation
 from fedloom.models.spec import ModelSpec
 from fedloom.progress import Display, display
@@ -41,19 +37,17 @@ from fedloom.runs.options import PYTHON_DATA, RunOptions
 from fedloom.runs.portable import SAFETENSORS
 from fedloom.runs.records import ADMISSION, MIX, short
 from fedloom.runs.trackers import TRACKERS
-from fedloom.training.admission import Newcomer, admitted, unlabelled
+from fedloom.training.admission import Newcomer, admitted, checked_for, samples_for
+from fedloom.training.again import simulated
 from fedloom.training.config import flat_config, parse_options
 from fedloom.training.loop import train
-from fedloom.training.machine import device_of
 from fedloom.training.rates import AUTO
 from fedloom.training.rates import found as found_rate
 from fedloom.training.server import Server, method_of
-from fedloom.training.simulation import Simulation, resolve, split
+from fedloom.training.simulation import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-log = logging.getLogger(__name__)
 
 
 def run(
@@ -175,7 +169,7 @@ def resume(
     shown = display(progress) if isinstance(progress, str) else progress
     with directory.lock():
         root = None if data_root is None else str(data_root)
-        simulation = _simulated(directory, dataset, trust, rounds=rounds, device=device, data_root=root)
+        simulation = simulated(directory, dataset, trust, rounds=rounds, device=device, data_root=root)
         server = simulation.server
         if directory.checkpoints():
             last = directory.load("last")
@@ -280,7 +274,7 @@ class Run:
     def simulation(self) -> Simulation:
         """The federation with its data, and the checkpoint's state in it: for evaluations."""
         changes = {**self._options, "adapt": self._adapt, "device": "auto"}
-        simulation = _simulated(self.directory, self._dataset, self._trust, **changes)
+        simulation = simulated(self.directory, self._dataset, self._trust, **changes)
         checkpoint = self.directory.load(self._checkpoint)
         digests = simulation.data_digests if not self._options else {}
         self.directory.check(checkpoint.meta, force=self._force, **digests)
@@ -319,11 +313,11 @@ class Run:
 
     def predict(self, client: ClientId | int, x: np.ndarray | Tensor) -> Tensor:
         """A client's outputs for samples prepared as the federation's are."""
-        return self.server.predict(self._id(client), _samples(self.server, x))
+        return self.server.predict(self._id(client), samples_for(self.server, x))
 
     def classify(self, client: ClientId | int, x: np.ndarray | Tensor) -> list[str] | list[list[str]]:
         """A client's predictions by name: the class of each sample, or the labels that hold."""
-        return named(self.server, self.predict(client, x))
+        return self.server.named(self.predict(client, x))
 
     def evaluate(self, split: str = "test") -> dict[ClientId, Any]:
         """Every participant's score on a split of its own data: train, val, test or all."""
@@ -459,7 +453,7 @@ class Admission:
 
     def predict(self, x: np.ndarray | Tensor) -> Tensor:
         """Outputs for samples such as the newcomer was admitted with."""
-        return self.outputs(_samples(self.server, x))
+        return self.outputs(samples_for(self.server, x))
 
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs for samples that are prepared already, as the target network takes them."""
@@ -468,7 +462,7 @@ class Admission:
 
     def classify(self, x: np.ndarray | Tensor) -> list[str] | list[list[str]]:
         """Predictions by name: the class of each sample, or the labels that hold."""
-        return named(self.server, self.predict(x))
+        return self.server.named(self.predict(x))
 
     def export(self, folder: str | Path, name: str = "newcomer", format: str = SAFETENSORS) -> Path:
         """Write the model as safetensors, with a loader and, if there is one, the report (JSON) beside it.
@@ -479,72 +473,6 @@ class Admission:
         if self.report:
             write_file(path.with_suffix(".json"), to_json(self.report.as_dict(), indent=1))
         return path
-
-
-def _simulated(directory: RunDirectory, dataset: Any, trust: bool, **changes: Any) -> Simulation:
-    """The simulation that a run directory describes, before any round; ``changes`` are options with other values."""
-    given = dict(directory.config)
-    method = method_of(directory)
-    given.pop("method")
-    if given.get("engine") == "flower":
-        raise RunError(
-            f"{directory.path} was run over a network: its clients have the data. Models, exports and admissions work "
-            "without them; go on with `fedloom deploy resume`, or with resume=true in the app's settings."
-        )
-    from_file = {name: value for name, value in given.items() if changes.get(name) is None}
-    check_trust(directory.path / "config.yaml", from_file, RunOptions, algorithms.get(method).config, trust=trust)
-    before, trained = str(given.get("device", "auto")), dict(given)
-    given |= {name: value for name, value in changes.items() if value is not None}
-    if before != "auto" and not before.startswith(device_of(str(given["device"])).type):
-        given["engine"] = "auto"  # the one in the config is for another kind of device
-    shared, config = parse_options(method, given)
-    if dataset is None and shared.dataset == PYTHON_DATA:
-        raise RunError(
-            f"{directory.path} was run on data given from Python; give them again there: load(run, dataset=(x, y))."
-        )
-    if isinstance(dataset, str | Path):
-        arrays = load_data(dataset, shared.data_root, shared.roles)
-    elif dataset is not None:
-        arrays = as_arrays(dataset, shared.roles)
-    else:
-        try:
-            arrays = load_data(shared.dataset, shared.data_root, shared.roles)
-        except DataError as error:
-            raise DataError(
-                f"Evaluating or resuming {directory.path} takes the data it was trained on. {error} Where they have "
-                f"moved: `fedloom resume {directory.path} --dataset PATH`, or dataset=PATH in Python."
-            ) from error
-    preparation = None
-    if directory.has_roster():  # other data may lack a class, and are prepared as the run's were
-        roster = directory.roster()
-        arrays, preparation = arrays.with_classes(roster.class_names, roster.num_classes), roster.preparation
-    simulation = Simulation(method, shared, config, arrays, preparation)
-    changed = [
-        name for name, value in changes.items() if value is not None and name not in ("adapt", "device", "data_root")
-    ]
-    if changed:
-        _check_as_trained(simulation, method, trained, changed)
-    return simulation
-
-
-def _check_as_trained(simulation: Simulation, method: str, trained: Mapping[str, Any], changed: list[str]) -> None:
-    """Refuse other values of options with which the run would not be the one that was trained."""
-    shared, config = parse_options(method, dict(trained))
-    dealt = [split(resolve(shared, simulation.arrays), simulation.arrays), simulation.partition]
-    rows = [[(c.id, *map(np.ndarray.tobytes, (c.train, c.val, c.test))) for c in p.participants] for p in dealt]
-    names = ", ".join(changed)
-    if rows[0] != rows[1]:
-        raise ConfigError(
-            f"With {names} as given participants would have other data than in training, and some of what they were "
-            "trained on would pass for unseen. Leave it out, or train again."
-        )
-    before, now = set(config.form), set(simulation.server.config.form)
-    if before != now:
-        how, what = ("with", before - now) if before - now else ("without", now - before)
-        raise ConfigError(
-            f"The run was trained {how} {' and '.join(sorted(what))}, which {names} as given would change. Leave it "
-            "out, or train again."
-        )
 
 
 def _checked(split: str, directory: RunDirectory) -> str:
@@ -564,63 +492,6 @@ def _export(server: Server, model: Any, module: nn.Module, folder: Path, name: s
         folder, name, module, model.spec, server.algorithm.name, form=format, classes=server.roster.class_names,
         preparation=server.roster.preparation,
     )  # fmt: skip
-
-
-def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
-    """A newcomer's samples and labels, if it has any, as the server wants them.
-
-    A method that trains on labels gets those samples that have some.
-    """
-    samples, algorithm = _samples(server, x), server.algorithm
-    if not len(samples):
-        raise DataError("admit got no samples; give the newcomer at least one.")
-    y = labels_among(x, server.roster.preparation) if y is None else y
-    if y is None:
-        return samples, None
-    labels = _labels(server, y, len(samples))
-    if not server.setup.task.class_scores or labels.ndim > 1 or not algorithm.needs_labels(server.config):
-        return samples, labels
-    known = labels != UNKNOWN
-    if not bool(known.all()):
-        left = int((~known).sum())
-        log.warning(f"{algorithm.name} trains on labels; {left} of {len(labels)} samples have none and are left out.")
-    return samples[known], labels[known]
-
-
-def _samples(server: Server, x: Any) -> Tensor:
-    """A user's samples on the device of the server, checked to be like the federation's."""
-    roster = server.roster
-    samples = prepared_samples(x, roster.input_shape, roster.preparation, roster.tokens).to(server.setup.device)
-    return samples if roster.tokens else samples.to(server.setup.dtype)
-
-
-def _none_known(y: Any) -> bool:
-    """Whether every label is the one that stands for none."""
-    plain = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-    return bool((plain == "").all() if plain.dtype.kind == "U" else (plain == UNKNOWN).all())
-
-
-def _labels(server: Server, y: Any, number: int) -> Tensor:
-    """A newcomer's labels, checked to be like the federation's."""
-    roster, needed = server.roster, server.algorithm.needs_labels(server.config)
-    if roster.num_classes and needed and _none_known(y):
-        raise unlabelled(server.algorithm)
-    shape, names = (number, *roster.target_shape), roster.class_names if roster.num_classes else ()
-    labels = checked_labels(y, shape, roster.num_classes, names)
-    if server.setup.task is MULTILABEL and bool(((labels != 0) & (labels != 1)).any()):
-        raise DataError("Got labels other than 0 and 1; expected one of these for each label that may hold.")
-    return labels.to(server.setup.device)
-
-
-def named(server: Server, outputs: Tensor) -> list[str] | list[list[str]]:
-    """Predictions by name: each sample's class; where several labels may hold, those that do."""
-    roster, task = server.roster, server.setup.task
-    if task.class_scores:
-        return [roster.classes[number] for number in outputs.argmax(-1).tolist()]
-    if task is not MULTILABEL:
-        raise NeedsError(f"The task is {task.name}, whose predictions have no names; use predict.")
-    names = roster.class_names or tuple(f"label {number}" for number in range(roster.num_outputs))
-    return [[name for name, said in zip(names, row) if said] for row in (outputs > 0).tolist()]
 
 
 def _device_name(simulation: Simulation) -> str:

@@ -90,7 +90,7 @@ def test_published_files_that_have_moved_are_found_by_their_root(cli, own_copy, 
         roots.append(root)
         return registry.load(name, root, roles)
 
-    monkeypatch.setattr("fedloom.api.load_data", load)
+    monkeypatch.setattr("fedloom.training.again.load_data", load)
     assert cli("resume", own_copy, "--rounds", 3, "--data-root", "elsewhere", "--quiet").code == 0
     assert roots == ["elsewhere"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedloom import algorithms
-from fedloom.api import Admission, checked_for
+from fedloom.api import Admission
 from fedloom.core.errors import ConfigError, DataError, NeedsError, RunError, unknown
 from fedloom.core.tensors import read_tensors, write_tensors
 from fedloom.data.samples import samples_from
@@ -29,7 +29,7 @@ from fedloom.runs.files import to_json, write_file, writing
 from fedloom.runs.portable import SAFETENSORS
 from fedloom.serving.bundle import LOOM, Frame, check_room, usable
 from fedloom.serving.remote import Access, Exchange, Remote
-from fedloom.training.admission import admitted
+from fedloom.training.admission import admitted, checked_for
 from fedloom.training.server import Server
 
 Way = Literal["auto", "home", "service"]

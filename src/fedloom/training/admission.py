@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +14,19 @@ from torch import Tensor
 
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm, Home
-from fedloom.core.errors import NeedsError
+from fedloom.core.errors import DataError, NeedsError
+from fedloom.core.task import MULTILABEL
 from fedloom.core.trees import ClientId, Tree
+from fedloom.data.labels import UNKNOWN
+from fedloom.data.samples import checked_labels, labels_among, prepared_samples
 from fedloom.engines.auto import ENGINES, choose, heavy
 from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.runs.roster import Roster
 from fedloom.training.server import Server
+
+log = logging.getLogger(__name__)
 
 
 class Newcomer(NamedTuple):
@@ -94,3 +100,49 @@ def unlabelled(algorithm: Algorithm) -> NeedsError:
         f"{algorithm.name} admits a newcomer by training on its labelled samples; got none. "
         "Give them (admit(x, y), or an array y in the file), or choose a method that needs no labels."
     )
+
+
+def checked_for(server: Server, x: Any, y: Any) -> tuple[Tensor, Tensor | None]:
+    """A newcomer's samples and labels, if it has any, as the server wants them: for ``admitted``.
+
+    A method that trains on labels gets those samples that have some.
+    """
+    samples, algorithm = samples_for(server, x), server.algorithm
+    if not len(samples):
+        raise DataError("admit got no samples; give the newcomer at least one.")
+    y = labels_among(x, server.roster.preparation) if y is None else y
+    if y is None:
+        return samples, None
+    labels = _labels(server, y, len(samples))
+    if not server.setup.task.class_scores or labels.ndim > 1 or not algorithm.needs_labels(server.config):
+        return samples, labels
+    known = labels != UNKNOWN
+    if not bool(known.all()):
+        left = int((~known).sum())
+        log.warning(f"{algorithm.name} trains on labels; {left} of {len(labels)} samples have none and are left out.")
+    return samples[known], labels[known]
+
+
+def samples_for(server: Server, x: Any) -> Tensor:
+    """A user's samples on the device of the server, checked to be like the federation's."""
+    roster = server.roster
+    samples = prepared_samples(x, roster.input_shape, roster.preparation, roster.tokens).to(server.setup.device)
+    return samples if roster.tokens else samples.to(server.setup.dtype)
+
+
+def _none_known(y: Any) -> bool:
+    """Whether every label is the one that stands for none."""
+    plain = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    return bool((plain == "").all() if plain.dtype.kind == "U" else (plain == UNKNOWN).all())
+
+
+def _labels(server: Server, y: Any, number: int) -> Tensor:
+    """A newcomer's labels, checked to be like the federation's."""
+    roster, needed = server.roster, server.algorithm.needs_labels(server.config)
+    if roster.num_classes and needed and _none_known(y):
+        raise unlabelled(server.algorithm)
+    shape, names = (number, *roster.target_shape), roster.class_names if roster.num_classes else ()
+    labels = checked_labels(y, shape, roster.num_classes, names)
+    if server.setup.task is MULTILABEL and bool(((labels != 0) & (labels != 1)).any()):
+        raise DataError("Got labels other than 0 and 1; expected one of these for each label that may hold.")
+    return labels.to(server.setup.device)

@@ -20,7 +20,7 @@ from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Ask, Cohort, Home, Seeds, Sent, Setup
 from fedloom.core.errors import NeedsError, RunError
 from fedloom.core.random import seed_of
-from fedloom.core.task import CLASSIFICATION, REGRESSION, SEQUENCE, Task
+from fedloom.core.task import CLASSIFICATION, MULTILABEL, REGRESSION, SEQUENCE, Task
 from fedloom.core.trees import ClientId, Params, Tree, flatten, num_bytes
 from fedloom.core.trust import check as check_trust
 from fedloom.engines.engine import Session
@@ -185,6 +185,16 @@ class Server:
         """A participant's outputs."""
         with torch.no_grad():
             return self.algorithm.predict(self.home(client), self.deployed(client), x)
+
+    def named(self, outputs: Tensor) -> list[str] | list[list[str]]:
+        """Predictions by name: each sample's class; where several labels may hold, those that do."""
+        roster, task = self.roster, self.setup.task
+        if task.class_scores:
+            return [roster.classes[number] for number in outputs.argmax(-1).tolist()]
+        if task is not MULTILABEL:
+            raise NeedsError(f"The task is {task.name}, whose predictions have no names; use predict.")
+        names = roster.class_names or tuple(f"label {number}" for number in range(roster.num_outputs))
+        return [[name for name, said in zip(names, row) if said] for row in (outputs > 0).tolist()]
 
     def recall(self, client: ClientId) -> Tree:
         """What a participant remembers; of one on another machine, what it began with, which only it has changed."""
