@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conftest import play, setup_of, small_federation
 from fedloom.algorithms import mh_pfedhn
-from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, answers_of, global_model
+from fedloom.algorithms.mh_pfedhn_gd import ALGORITHM, Config, global_model
 from fedloom.core.contract import Cohort, Home, Program
 from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.task import CLASSIFICATION
@@ -26,7 +26,7 @@ from fedloom.looms.places import deploying, global_network, global_place
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.programs.distillation import distilled, log_shares
+from fedloom.programs.distillation import answers_of, distilled, log_shares
 from fedloom.programs.evaluation import evaluate
 from tiny import Ears, lines
 

@@ -69,7 +69,7 @@ from fedloom.looms.places import GLOBAL, deploying, global_network, global_place
 from fedloom.models.layers import first_layers
 from fedloom.models.load import PredictorModule, mixture
 from fedloom.privacy.laplace import laplace_noise, with_laplace_noise
-from fedloom.programs.distillation import distilled, guest_of, log_shares, statistics_of, teacher_in
+from fedloom.programs.distillation import answers_of, distilled, guest_of, log_shares, statistics_of, teacher_in
 from fedloom.programs.labels import add_labels, have_labels_counted, label_counts
 
 
@@ -287,9 +287,7 @@ class Carry(NamedTuple):
 
 def client_init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Carry:
     """Start from the woven parameters; load the teacher."""
-    teacher = teacher_in(home, memory)
-    if teacher and home.config.teacher == "corrected":
-        teacher["offset"] = log_shares(memory["label_counts"], home.num_samples)
+    teacher = teacher_in(home, memory, corrected=home.config.teacher == "corrected")
     return Carry(mh_pfedhn.client_init(home, shared, mine, memory), teacher)
 
 
@@ -299,12 +297,6 @@ def client_step(home: Home, shared: Tree, carry: Carry, batch: Batch) -> Carry:
         answers = answers_of(guest_of(home), carry.teacher, batch.x)
         home = replace(home, task=distilled(home.task, answers, home.config.distil_weight, home.config.temperature))
     return carry._replace(student=mh_pfedhn.client_step(home, shared, carry.student, batch))
-
-
-def answers_of(network: Model, teacher: Tree, x: Tensor) -> Tensor:
-    """The teacher's scores; corrected, with the logarithms of the client's class shares added."""
-    scores = network(teacher["params"], teacher.get("buffers", {}), x)
-    return scores + teacher["offset"] if "offset" in teacher else scores
 
 
 def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[Tree, Tree]:

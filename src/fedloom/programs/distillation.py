@@ -28,12 +28,22 @@ def statistics_of(guest: Model, memory: Tree) -> Tree:
     return found
 
 
-def teacher_in(home: Home, memory: Tree) -> dict[str, Any]:
-    """The guest with the parameters that the client has kept as ``teacher``; nothing if it has none."""
+def teacher_in(home: Home, memory: Tree, *, corrected: bool) -> dict[str, Any]:
+    """The guest with the parameters that the client has kept as ``teacher``; nothing if it has none.
+
+    ``corrected``: with the logarithms of the client's class shares, by the labels that it has counted.
+    """
     if "teacher" not in memory:
         return {}
     guest = guest_of(home)
-    return {"params": from_vector(memory["teacher"], guest.shapes), "buffers": statistics_of(guest, memory)}
+    teacher = {"params": from_vector(memory["teacher"], guest.shapes), "buffers": statistics_of(guest, memory)}
+    return {**teacher, "offset": log_shares(memory["label_counts"], home.num_samples)} if corrected else teacher
+
+
+def answers_of(network: Model, teacher: Tree, x: Tensor) -> Tensor:
+    """The teacher's scores; a corrected one's with its offset."""
+    scores = network(teacher["params"], teacher.get("buffers", {}), x)
+    return scores + teacher["offset"] if "offset" in teacher else scores
 
 
 def log_shares(counts: Tensor, num_samples: Tensor) -> Tensor:
