@@ -15,14 +15,14 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from fedloom.deploy.local import Federation, app_in, follow, started
+from fedloom.deploy.local import LocalFederation, app_in, follow, started
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import Trial, about
 from fedloom.progress import display
 from fedloom.runs.directory import RunDirectory
 
 
-def client_seconds(federation: Federation) -> tuple[float, int]:
+def client_seconds(federation: LocalFederation) -> tuple[float, int]:
     """Processor time of all client processes that have ended, and how many there were."""
     parents = {str(p.pid) for name, p in federation.processes.running.items() if name.startswith("node-")}
     total = 0.0
