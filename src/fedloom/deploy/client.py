@@ -63,7 +63,6 @@ from fedloom.looms.encoder import PRIVATELY
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.privacy.gaussian import analytic_sigma
 from fedloom.privacy.ledger import Release, epsilon
 from fedloom.programs.allowed import Evaluation, allowed
 from fedloom.programs.evaluation import EVALUATION
@@ -295,8 +294,8 @@ class Participant:
 
     def _spent_beside(self, program: Program) -> Release | None:
         """What an answer with noise spends of samples' privacy where nothing is trained."""
-        if program.name == PRIVATELY:
-            noise = analytic_sigma(self.config.descriptor_epsilon, self.config.descriptor_delta)
+        if program.noise and program.noise.unit == "sample":
+            noise = program.noise.scale
         elif program.name.startswith(EVALUATION):  # a sample moves three sums
             noise = self.own.evaluation_noise / math.sqrt(3)
         else:
