@@ -241,8 +241,9 @@ def test_a_method_that_declares_one_step_has_it_combined(name: str) -> None:
         return torch.zeros_like(gradients[0])
 
     cohort = Cohort(2, played.setup.clients)
-    algorithm.round(replace(played.setup, combine=combine), played.state, cohort, played.session(2).ask)
-    assert combined == [len(cohort.clients)]
+    session = played.session(2)
+    algorithm.round(replace(played.setup, combine=combine), played.state, cohort, session.ask)
+    assert combined == [len(cohort.clients)] and session.asks == 1
 
 
 class Woven:

@@ -134,6 +134,7 @@ def test_a_lie_does_not_shorten_the_steps_of_others(tmp_path: Path) -> None:
         ("pfedhn", {**LOOM, "model": "mlp:hidden=4,mlp:hidden=5"}, "Give one --model"),
         ("mh_pfedhn", {"server_step": "cohort_mean"}, "only means"),
         ("hypergenfl", {}, "only means"),
+        ("it_pfl_hn", LOOM, "only means"),
         ("pfedlhn", {"server_step": "cohort_mean"}, "only means"),
         ("pfedme", {"everybody_trains": True, "cohort": 5}, "besides one mean a round"),
     ],

@@ -278,6 +278,7 @@ ALGORITHM = replace(
     init=init,
     send=send,
     round=round,
+    one_step=None,  # the encoder has a step of its own, and the loom for newcomers another
     programs=programs,
     admit=admit,
     admit_labels=False,
