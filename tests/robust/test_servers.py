@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import fedloom
+from conftest import play, small_federation
 from fedloom import algorithms
 from fedloom.core.errors import ConfigError, NeedsError
-from fedloom.core.trees import PerClient, leaves
+from fedloom.core.trees import PerClient, leaves, tree_map
 from fedloom.robust.attacks import ATTACKS, alie, liars
-from fedloom.robust.servers import with_bounded_weights
+from fedloom.robust.servers import with_bounded_weights, with_rule
 
 CLIENTS = tuple(map(str, range(10)))
 
@@ -142,6 +143,24 @@ def test_a_lie_does_not_shorten_the_steps_of_others(tmp_path: Path) -> None:
 def test_methods_without_one_step_have_no_rule(method: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(NeedsError, match=why):
         train(tmp_path / "rule", method, **{**options, "aggregate": "median", "rounds": 1})
+
+
+def test_what_is_told_between_rounds_is_combined_by_the_rule_too() -> None:
+    """FedBN's newcomers get the mean of the participants' normalisation layers."""
+
+    def largest(rule: str) -> float:
+        algorithm = with_rule(algorithms.get("fedbn"), rule)
+        played = play(algorithm, small_federation(("testnets:Normed",)), rounds=1)
+
+        def lying(program: Any, shared: Any, mine: Any) -> PerClient:
+            ((clients, tree),) = played.session("settling").ask(program, shared, mine).groups
+            spoilt = tree_map(lambda leaf: leaf.index_fill(0, torch.tensor([1]), 1e6), tree["norm"])
+            return PerClient([(clients, {**tree, "norm": spoilt})])
+
+        state = algorithm.settle(played.setup, played.state, lying)
+        return max(float(leaf.abs().max()) for _, leaf in leaves({"norm": state.norm}))
+
+    assert largest("median") < 10 < 1e5 < largest("mean")
 
 
 def test_a_claimed_number_of_samples_counts_within_its_bound(tmp_path: Path) -> None:

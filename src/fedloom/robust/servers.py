@@ -43,11 +43,12 @@ def with_rule(algorithm: Algorithm, text: str, *, secret: bool = False) -> Algor
             f"{algorithm.name} uses what single clients reply, and --aggregate is for methods that need only a mean "
             'over clients. `fedloom methods "only means"` lists them.'
         )
-    return replace(algorithm, name=named, round=partial(_round, algorithm, rule, liars, secret))
+    settle = partial(_settle, algorithm, rule, liars, secret) if algorithm.settle else None
+    return replace(algorithm, name=named, round=partial(_round, algorithm, rule, liars, secret), settle=settle)
 
 
-def _drawn(cohort: Cohort, secret: bool) -> Key:
-    return Fresh(torch.device("cpu")) if secret else key(cohort.round, "dnc")
+def _drawn(round: int, secret: bool) -> Key:
+    return Fresh(torch.device("cpu")) if secret else key(round, "dnc")
 
 
 def _round(
@@ -64,8 +65,8 @@ def _round(
             )
         replies = ask(program, shared, mine)
         ((clients, tree),) = replies.groups  # methods of means have one architecture
-        branches = {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
-        found = rule(_rows(branches, len(clients)), liars, _drawn(cohort, secret))
+        branches = _beside(tree)
+        found = rule(_rows(branches, len(clients)), liars, _drawn(cohort.round, secret))
         told.update(_told(clients, found.kept))
         loss = (tree["loss"] * found.kept).sum() / found.kept.sum()
         one = {"num_samples": torch.ones_like(tree["num_samples"][:1]), "loss": loss[None]}
@@ -73,6 +74,28 @@ def _round(
 
     after, diagnostics = algorithm.round(setup, state, cohort, robust)
     return after, {**diagnostics, **told}
+
+
+def _settle(algorithm: Algorithm, rule: Rule, liars: int, secret: bool, setup: Setup[Any], state: Any, ask: Ask) -> Any:
+    """As the method settles, with the rule over what clients tell for it."""
+    assert algorithm.settle is not None
+
+    def robust(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
+        replies = ask(program, shared, mine)
+        ((clients, tree),) = replies.groups
+        branches = _beside(tree)
+        if not branches:
+            return replies
+        found = rule(_rows(branches, len(clients)), liars, _drawn(0, secret))
+        rest = {name: leaf[:1] for name, leaf in tree.items() if name not in branches}
+        return PerClient([(clients[:1], {**_like(found.change, branches), **rest})])
+
+    return algorithm.settle(setup, state, robust)
+
+
+def _beside(tree: Tree) -> Tree:
+    """What replies say beside numbers of samples and losses."""
+    return {name: branch for name, branch in tree.items() if name not in ("num_samples", "loss")}
 
 
 def _init_of_loom(algorithm: Algorithm, setup: Setup[Any]) -> Any:
@@ -97,7 +120,7 @@ def _round_of_loom(
     told: dict[str, Table | Tensor] = {}
 
     def combine(clients: Sequence[ClientId], gradients: Tensor) -> Tensor:
-        found = rule(gradients, liars, _drawn(cohort, secret))
+        found = rule(gradients, liars, _drawn(cohort.round, secret))
         told.update(_told(clients, found.kept))
         return found.change
 
