@@ -251,14 +251,15 @@ def clients(folder: Path) -> Table:
     key = folder / "key"
     make_key(key)
     token = make_token(read_key(key), Identity("client", "0"))
-    columns = ("participants", "bundle, MB", "memory, MiB", "of it the process's own", "listening after s")
+    columns = ("participants", "bundle, MB", "memory, MiB", "of it the process's own", "processor s to start")
     rows = []
     for number in (10, 1_000, 100_000, 1_000_000):
         path = bundle(folder / f"clients{number}", number, dim=32)
-        with service(path, "--key", str(key)) as (pid, url, listening):
+        with service(path, "--key", str(key)) as (pid, url, _):
+            used = processor(pid)
             loaded(url, 16, 400, token)
             sizes = [round(memory(pid)[name]) for name in ("Rss", "Private")]
-            rows.append(told(columns, [number, round(path.stat().st_size / 1e6), *sizes, f"{listening:.1f}"]))
+            rows.append(told(columns, [number, round(path.stat().st_size / 1e6), *sizes, f"{used:.1f}"]))
         path.unlink()
     note = "One worker, embeddings of 32 numbers, after 400 participants' models; one start each."
     return Table("Memory of a service by the number of participants", note, columns, rows)
@@ -276,7 +277,7 @@ def joining(folder: Path) -> Table:
     cases = [("fedavg", {"adapt": "prior"}, ("home",)), ("it_pfl_hn", {"finetune_after": 1}, ("service", "home")),
              ("pfedhn", {"descriptor": "class_shares"}, ("service", "home")),
              ("pfedhn", {}, ("service", "home")), ("mh_pfedhn", {"admit_rounds": 5}, ("home",))]  # fmt: skip
-    columns, rows = ("run", "way", "bytes sent", "bytes received", "when it joins again"), []
+    columns, rows = ("run", "way", "bytes sent", "bytes received", "both, when it joins again"), []
     for method, more, ways in cases:
         run = fedloom.run(method, out=folder / f"{method}{len(more)}", **options, **more)
         path = make_bundle(run, folder / f"{method}.fedloom")
