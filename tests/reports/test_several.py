@@ -163,7 +163,7 @@ def test_differences_are_drawn_in_points(runs: Path) -> None:
     found = several([runs], "fedavg")
     (one,) = found.paired()
     made = chart([runs], "differences", "fedavg")
-    assert made.data["difference"] == [pytest.approx(100 * one.interval.mean)]
+    assert made.data["difference"][0] == pytest.approx(100 * one.interval.mean)
     assert chart([runs], "winners", "fedavg").data["difference"][-1] == pytest.approx(
         100 * max(seed.differences.max() for seed in one.seeds)
     )
@@ -242,3 +242,14 @@ def test_rows_that_differ_in_the_machine_alone_have_names_of_their_own(tmp_path:
     found = several([tmp_path], "FedAvg, engine vectorised")
     assert [m.label for m in found.methods] == ["FedAvg, engine sequential", "FedAvg, engine vectorised"]
     assert len(found.paired()) == 1
+
+
+def test_newcomers_are_paired_too(runs: Path) -> None:
+    found = several([runs], "fedavg")
+    (one,) = found.paired("unseen")
+    made = chart([runs], "differences", "fedavg")
+    assert [list(switch.options) for switch in made.switches] == [["participants", "newcomers"]]
+    assert made.data["difference"][made.data["of"].index("newcomers")] == pytest.approx(100 * one.interval.mean)
+    (ends,) = figure(made, choices=["newcomers"]).axes[0].collections[:1]
+    low, high = sorted(ends.get_segments()[0][:, 0])
+    assert (low, high) == pytest.approx((100 * one.interval.low, 100 * one.interval.high))

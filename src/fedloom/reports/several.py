@@ -215,13 +215,14 @@ def means(found: Several) -> Chart | None:
 
 
 def differences(found: Several) -> Chart | None:
-    """The paired difference of every other method to the baseline."""
-    pairs = found.paired()
-    if not pairs:
+    """The paired difference of every other method to the baseline, of participants and of newcomers."""
+    groups = {"participants": found.paired(), "newcomers": found.paired("unseen")}
+    pairs = [one for some in groups.values() for one in some]
+    if not groups["participants"]:
         return None
     intervals = [one.interval for one in pairs]
     data: dict[str, list[Any]] = {
-        "method": [one.method for one in pairs],
+        "of": [who for who, some in groups.items() for _ in some], "method": [one.method for one in pairs],
         **{name: [_scaled(getattr(i, of), found) for i in intervals]
            for name, of in (("difference", "mean"), ("low", "low"), ("high", "high"))},
         "lose": [one.lose for one in pairs], "seeds": [len(one.seeds) for one in pairs],
@@ -234,9 +235,11 @@ def differences(found: Several) -> Chart | None:
     return Chart(
         "differences", f"Against {found.baseline.label}", told, "forest", data,
         Axis("difference", _difference(found), from_zero=True),
-        Axis("method", "method", "name", order=data["method"]), low="low", high="high", rules=(Rule("x", 0.0, ""),),
+        Axis("method", "method", "name", order=list(dict.fromkeys(data["method"]))), low="low", high="high",
+        rules=(Rule("x", 0.0, ""),), only=("of", "participants"),
+        switches=(Switch("of", {who: {"only": ("of", who)} for who, some in groups.items() if some}),),
         titles={"low": "lower bound", "high": "upper bound", "lose": "share of clients that lose"},
-        height=50 + 34 * len(pairs),
+        height=50 + 34 * len(groups["participants"]),
     )  # fmt: skip
 
 
