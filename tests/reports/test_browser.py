@@ -183,6 +183,10 @@ def test_print_is_light_whole_and_without_controls(page: Browser) -> None:
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.run("getComputedStyle(document.querySelector('.bar')).display") == "none"
     assert page.run("[...document.querySelectorAll('button, .tools')].every(e => !e.getClientRects().length)")
+    assert page.run("document.querySelector('#figure-curves fieldset').innerText.split(/\\s+/)") == [
+        "against",
+        "rounds",
+    ]
 
 
 def test_an_exported_chart_stands_by_itself(page: Browser) -> None:

@@ -47,6 +47,7 @@ def _encoding(chart: Chart, axis: Axis, *, along: str, rows: int = 0, **more: An
         look: Spec = {
             "labelLimit": 120,
             "labelOverlap": "greedy",
+            **({"labelSeparation": 4} if along == "x" else {}),
             "labels": not crowded,
             "ticks": not crowded,
             "labelAngle": -45 if along == "x" else 0,
@@ -91,7 +92,8 @@ def _colour(chart: Chart, **more: Any) -> Spec:
             legend = {"title": None, "orient": "top", "symbolLimit": 12, "labelLimit": 220, "symbolOpacity": 1}
         return {"field": axis.column, "type": "nominal", "scale": scale, "legend": legend, **more}
     legend = {"title": axis.title, "orient": "top", "gradientLength": 160, "format": _format(axis)}
-    gradient: Spec = {"scheme": "viridis", "zero": False}
+    # without its darkest part, which on a dark page looks like nothing
+    gradient: Spec = {"scheme": {"name": "viridis", "extent": [0.12, 1]}, "zero": False}
     if chart.only:  # a colour is the same number whatever is chosen
         gradient["domain"] = _bounds(chart, axis)
     return {"field": axis.column, "type": "quantitative", "scale": gradient, "legend": legend, **more}
