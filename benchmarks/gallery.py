@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reports of the gallery, and their pictures: ``python benchmarks/gallery.py`` (minutes; needs Chromium).
 
-Runs and reports go to ``runs/gallery``, pictures to ``docs/img``. Settings are those of ``scripts/demo``; its
-report is the README's picture.
+Runs go to ``runs/gallery``, reports to ``docs/gallery``, pictures to ``docs/img``. Settings are those of
+``scripts/demo``; its report is the README's picture.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ sys.path.append(str(ROOT / "tests"))
 
 from browser import Browser  # noqa: E402
 
-OUT, PICTURES = ROOT / "runs" / "gallery", ROOT / "docs" / "img"
+OUT, REPORTS, PICTURES = Path("runs/gallery"), Path("docs/gallery"), Path("docs/img")
 WIDTH, HEIGHT = 1200, 1500
 MOST_BYTES = 200 * 1024
 FEDERATION: dict[str, Any] = {
@@ -41,7 +42,9 @@ COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
+    os.chdir(ROOT)  # a report names its runs, which are nowhere else on the reader's machine
     shutil.rmtree(OUT, ignore_errors=True)
+    REPORTS.mkdir(exist_ok=True)
     for name, (method, own) in COMPARED.items():
         for seed in range(3):
             run = fedloom.run(method, out=OUT / "compared" / f"{name}-{seed}", seed=seed, **{**FEDERATION, **own})
@@ -53,11 +56,11 @@ def main() -> None:
     aggregated = fedloom.run("hypergenfl", out=OUT / "hypergenfl", **{**FEDERATION, **weights})
     demo = [path for path in sorted((OUT / "compared").iterdir()) if not path.name.startswith("fedper")]
     reports = {
-        "loom": (write([loom.path], OUT / "loom.html"), "light", 0),
-        "hypergenfl": (write([aggregated.path], OUT / "hypergenfl.html"), "light", "#method"),
+        "loom": (write([loom.path], REPORTS / "loom.html"), "light", 0),
+        "hypergenfl": (write([aggregated.path], REPORTS / "hypergenfl.html"), "light", "#method"),
         "demo": (write(demo, OUT / "demo.html", "fedavg"), "light", 0),
-        "comparison": (write([OUT / "compared"], OUT / "comparison.html", "fedavg"), "light", 0),
-        "dark": (OUT / "comparison.html", "dark", 0),
+        "comparison": (write([OUT / "compared"], REPORTS / "comparison.html", "fedavg"), "light", 0),
+        "dark": (REPORTS / "comparison.html", "dark", 0),
     }
     with Browser(WIDTH, HEIGHT) as browser:
         for name, (page, scheme, at) in reports.items():
