@@ -415,6 +415,11 @@ def test_noised_evaluations_are_releases_of_the_samples_that_were_tried(tmp_path
         ("evaluate.test", "sample", 40, 40, ("a",))
     }
     assert len(found) == 3 and found[0].noise == pytest.approx(2 / 3**0.5)
+    with (tmp_path / "privacy.jsonl").open("a") as file:
+        file.write('{"round": 0, "wh')  # as a node that was killed leaves it
+    assert Store(tmp_path).releases() == found
+    Store(tmp_path).release(found[0]._replace(draw="another"))
+    assert len(Store(tmp_path).releases()) == 4
 
 
 def test_a_node_stops_after_so_many_noised_answers(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_every_round_is_a_release(tmp_path) -> None:
     found = statement(run.directory.config, released(run))
     assert found.epsilon == epsilon(releases_of(released(run)), 1e-5)
     assert any("simulation" in sentence for sentence in found.not_covered)
+    raw = statement(run.directory.config, released(run), prepared=True)
+    assert any("How raw samples are prepared" in sentence for sentence in raw.not_covered)
 
 
 def test_a_resumed_run_has_the_ledger_and_the_bits_of_one_that_was_never_stopped(tmp_path) -> None:

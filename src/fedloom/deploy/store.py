@@ -28,7 +28,7 @@ from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
 from fedloom.privacy.ledger import Release, releases_of
-from fedloom.runs.files import TEMPORARY, append, to_json, write_file, writing
+from fedloom.runs.files import TEMPORARY, append, cut_torn_line, to_json, write_file, writing
 
 KEPT = 100
 """Answers of a run that are kept, to be given again to whoever asks the same."""
@@ -137,11 +137,14 @@ class Store:
         path = self.folder / "privacy.jsonl"
         if not path.is_file():
             return []
-        return releases_of(json.loads(line) for line in path.read_text().splitlines())
+        *lines, _ = path.read_text().split("\n")  # after the last one is what a killed process did not finish
+        return releases_of(map(json.loads, lines))
 
     def release(self, one: Release) -> None:
         """Write down what is about to be told."""
-        append(self.folder / "privacy.jsonl", to_json(one._asdict()))
+        path = self.folder / "privacy.jsonl"
+        cut_torn_line(path)
+        append(path, to_json(one._asdict()))
 
     def _file(self, run: str, version: int) -> Path:
         return self.of_run(run) / f"memory-{version}.safetensors"
