@@ -111,7 +111,8 @@ class Account:
         if spent > options.max_epsilon:
             raise RoundError(
                 f"Round {self.trainer.server.round + 1} of {len(self.trainer.present)} clients would have epsilon "
-                f"{spent:.3g}, more than --max-epsilon {options.max_epsilon:g}. Nobody was asked."
+                f"{spent:.3g}, more than --max-epsilon {options.max_epsilon:g}. Nobody was asked; with more clients it "
+                "would have less."
             )
 
     @cached_property
