@@ -357,7 +357,9 @@ def test_a_store_keeps_what_it_is_told_to_keep(tmp_path: Path) -> None:
     assert (tmp_path / "node" / "secret").stat().st_mode & 0o77 == 0
     with pytest.raises(RunError, match="has no version 2"):
         store.load("run", 2)
-    for name in ("../escape", "a/b", "", "x" * 65):
+    store.once("another", b"question", {}, 9)
+    assert all((tmp_path / "node" / run).stat().st_mode & 0o77 == 0 for run in ("run", "another"))
+    for name in ("../escape", "a/b", "", "x" * 65, "answers"):
         with pytest.raises(RunError, match="which is no name of a folder"):
             store.of_run(name)
 

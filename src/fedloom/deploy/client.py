@@ -350,7 +350,7 @@ class Participant:
         samples = torch.tensor(float(len(self.federation.roster[self.name].rows["train"])), dtype=self.model.dtype)
         home = Home(self.model, self.task, self.config, samples, torch.zeros((), dtype=torch.int64))
         deployed = self.algorithm.client_deploy(home, shared, mine, memory)
-        folder = self.store.of_run(run) / "model"
+        folder = self.store.made_for(run) / "model"
         module = self.algorithm.module(home, deployed)
         if is_one_network(module):
             names = self.settings.deploy.class_names

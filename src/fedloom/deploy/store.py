@@ -33,7 +33,7 @@ from fedloom.runs.files import TEMPORARY, append, cut_torn_line, to_json, write_
 KEPT = 100
 """Answers of a run that are kept, to be given again to whoever asks the same."""
 
-_RUN = re.compile(r"[\w-]{1,64}")
+_RUN = re.compile(r"(?!(?:secret|name|client|answers)$)[\w-]{1,64}")  # not those of the files beside
 _MEMORY = re.compile(rf"(?:{re.escape(TEMPORARY)})?memory-(\d+)\.safetensors")
 
 
@@ -88,6 +88,12 @@ class Store:
             raise Refusal(f"was told that the run is called {run!r}, which is no name of a folder.")
         return self.folder / run
 
+    def made_for(self, run: str) -> Path:
+        """The folder for a run, there and for this user alone."""
+        folder = self.of_run(run)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        return folder
+
     def load(self, run: str, version: int) -> Tree | None:
         """A version of the memory; None for version 0, before anything was remembered."""
         if version == 0:
@@ -102,8 +108,7 @@ class Store:
 
     def save(self, run: str, version: int, memory: Tree, keep: set[int]) -> None:
         """Write a version. Older ones go, but for ``keep``; newer ones stay: this may be the late end of an old ask."""
-        folder = self.of_run(run)
-        folder.mkdir(exist_ok=True, mode=0o700)
+        folder = self.made_for(run)
         write_file(self._file(run, version), encode(memory))
         for file in folder.iterdir():  # and what a process that was killed left half done
             found = _MEMORY.fullmatch(file.name)
@@ -122,7 +127,8 @@ class Store:
         given = int(count.read_text()) if count.is_file() else 0
         if given >= most:
             raise Refusal(f"has given {given} answers with noise on them, as many as its own max-answers allows.")
-        folder.mkdir(exist_ok=True, parents=True, mode=0o700)
+        self.made_for(run)
+        folder.mkdir(exist_ok=True, mode=0o700)
         write_file(count, str(given + 1).encode())  # before anything is told
         if spent:
             self.release(spent)

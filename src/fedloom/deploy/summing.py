@@ -251,8 +251,8 @@ class Member:
     @contextmanager
     def _kept(self) -> Iterator[Callable[[], Notes]]:
         """What is kept, while nobody else changes it."""
-        folder = self._store.of_run(self.sum.run) / "sums"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = self._store.made_for(self.sum.run) / "sums"
+        folder.mkdir(exist_ok=True, mode=0o700)
         try:
             with locked(folder):
                 yield self._read

@@ -26,10 +26,10 @@ main()
 
 
 class Discreet(subprocess.Popen[Any]):
-    """A process that gets the value of ``--token`` by a file."""
+    """A process that gets the value of ``--token`` by a file, where the system has files in memory."""
 
     def __init__(self, args: Sequence[str] | str, **options: Any) -> None:
-        if isinstance(args, str) or "--token" not in args:
+        if isinstance(args, str) or "--token" not in args or sys.platform != "linux":
             super().__init__(args, **options)
             return
         at = args.index("--token")
