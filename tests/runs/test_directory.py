@@ -352,6 +352,8 @@ def test_the_advice_to_remove_a_damaged_checkpoint_works(run: RunDirectory) -> N
         ({"format": 3}, "has format 3 where this fedloom knows 2"),
         ({"format": 1}, "has format 1 where this fedloom knows 2 (it was written by an earlier version)"),
         ({"round": 3}, "is of round 3"),
+        ({"digests": 5}, "has digests of another type than it is written with"),
+        ({"best": "x"}, "has best of another type than it is written with"),
         ({"method": "pfedhn"}, "is of the method 'pfedhn' in a run of 'fedavg'"),
         (
             {"layout": {"state": ["other"], "clients": [], "groups": []}},

@@ -145,6 +145,12 @@ def test_a_checkpoint_of_another_method_is_refused() -> None:
     assert "does not fit fedavg on this federation: buffers/ is missing, expected (0,)." in told
 
 
+def test_a_plain_checkpoint_that_says_it_is_adapted_is_refused() -> None:
+    plain = simulation()
+    with pytest.raises(RunError, match="does not fit fedavg: its parts are others"):
+        simulation().server.restore(Checkpoint(1, plain.now.state._asdict(), {}, {"adapted": True}))
+
+
 def test_a_checkpoint_of_other_clients_is_refused() -> None:
     built = simulation("local", clients=9, cohort=9)
     built.train_round()

@@ -29,6 +29,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -52,6 +53,11 @@ DATA = "data"
 """Under which name checkpoints have the digest of the clients' data."""
 MAY_CHANGE = ("rounds", "keep", "tracker")
 """Options that say nothing of what was computed so far."""
+_KINDS: dict[str, type | UnionType] = {
+    "best": int | None, "sha256": dict, "digests": dict, "released": int, "settled": int,
+    "proven": int, "adapted": bool, "deployment": dict | None,
+}  # fmt: skip
+"""Of what type the parts of a checkpoint's description are, where it has them."""
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
@@ -331,6 +337,9 @@ class RunDirectory:
             raise self._unusable(
                 round, META, f"is of the method {meta['method']!r} in a run of {self.config.get('method')!r}"
             )
+        for name, kind in _KINDS.items():
+            if name in meta and not isinstance(meta[name], kind):
+                raise self._unusable(round, META, f"has {name} of another type than it is written with")
         return meta
 
     def _verified(self, round: int, name: str, meta: Mapping[str, Any]) -> bytes:

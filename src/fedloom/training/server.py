@@ -93,7 +93,12 @@ class Server:
         checkpoint = directory.load("last" if nothing_best else which)
         roster, networked = directory.roster(), checkpoint.meta.get("deployment")
         if networked:  # whose roster grows: clients that came later are not in this checkpoint
-            roles = {one["client"]: one["role"] for one in networked["roster"]}
+            try:
+                roles = {one["client"]: one["role"] for one in networked["roster"]}
+            except (KeyError, TypeError) as error:
+                raise RunError(
+                    f"The last checkpoint of {directory.path} does not say who its clients are; restore it."
+                ) from error
             members = [m._replace(unseen=roles[m.id] == "newcomer") for m in roster.members if m.id in roles]
             roster = roster._replace(members=members)
         chosen, dtype = device_of(options.device), getattr(torch, options.dtype)
@@ -239,11 +244,16 @@ class Server:
         memory: dict[ClientId, Tree] = dict(checkpoint.memory)
         fresh = self.state._asdict()
         was_adapted = checkpoint.meta.get("adapted", False)
-        if self.algorithm.base and not was_adapted:  # what settling finds is found anew
-            state = {**fresh, "base": state}
-        if was_adapted and not self.algorithm.base:
-            state = state["base"]
-        state = self.algorithm.restored(fresh, state)
+        try:
+            if self.algorithm.base and not was_adapted:  # what settling finds is found anew
+                state = {**fresh, "base": state}
+            if was_adapted and not self.algorithm.base:
+                state = state["base"]
+            state = self.algorithm.restored(fresh, state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"The checkpoint does not fit {self.method}: its parts are others. Use the config it was made with."
+            ) from error
         expected = flatten(fresh)
         self._check_fit(expected, flatten(state), [*expected, *flatten(state)])
         known = {member.id for member in self.roster.members}
