@@ -52,6 +52,14 @@ def test_newcomers_that_must_train_are_tried_at_the_best_and_the_last_round(tmp_
     assert "deployed/unseen/test/accuracy" in best and "deployed/unseen/test/accuracy" in found.summary["unseen"]
 
 
+def test_newcomers_are_not_tried_at_a_checkpoint_that_they_are_not_served_from(tmp_path, caplog) -> None:
+    """IT-PFL-HN's best round comes before its loom is tuned for newcomers, who are served from the last."""
+    found = run(tmp_path, "it_pfl_hn", finetune_after=2)
+    assert found.summary["best"]["round"] == 2 and caplog.messages == []
+    assert rounds(found, SCORES, group="unseen") == [4] and "deployed/unseen/test/accuracy" in found.summary["unseen"]
+    assert not any("/unseen/" in name for name in found.summary["best"])
+
+
 def test_the_best_rounds_newcomers_are_those_of_its_checkpoint(tmp_path: Path) -> None:
     found = run(tmp_path, "pfedhn", admit_rounds=2)
     best = found.summary["best"]["deployed/unseen/test/accuracy"]

@@ -252,7 +252,7 @@ def _summary(trainer: Trainer, directory: RunDirectory, finished: bool, paused: 
     if trainer.federation.unseen and not paused:
         try:
             summary["unseen"] = _unseen(trainer, directory, metrics)
-            if best and best["round"] != server.round:
+            if best and best["round"] != server.round and server.algorithm.newcomers_at == "best":
                 best |= _unseen_at(trainer, directory, best)
         except (NeedsError, RoundError) as reason:  # training is done, and its numbers stand
             summary["unseen"] = {"reason": str(reason)}
