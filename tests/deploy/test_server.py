@@ -669,6 +669,17 @@ def test_a_run_that_is_moved_away_from_its_clients_stands_alone(method: str, tmp
     assert run.admit(x, torch.tensor([0, 1, 2, 0])).predict(x).shape == (4, 3)
 
 
+def test_a_server_that_knows_sizes_alone_says_where_the_models_are(tmp_path: Path, monkeypatch: Any) -> None:
+    short = {"rounds": 1, "admit_rounds": 1, "out": str(tmp_path / "run")}
+    served("mh_pfedhn", small_federation(["mlp:hidden=5"]), tmp_path, monkeypatch, nodes=5, **short)
+    run, x, y = api.load(tmp_path / "run"), torch.ones(3, 1, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2])
+    with pytest.raises(NeedsError, match=r"told the size of client 2's network and nothing else; the whole model"):
+        run.predict("2", x)
+    with pytest.raises(NeedsError, match=r"name the newcomer's network: --model \(in Python, model=\)"):
+        run.admit(x, y)
+    assert run.admit(x, y, model="mlp:hidden=5").predict(x).shape == (3, 3)
+
+
 def test_a_server_has_data_of_its_own_but_no_share_of_the_clients(tmp_path: Path, monkeypatch: Any) -> None:
     federation = small_federation(["mlp:hidden=5"])
     given = {"nodes": 5, "rounds": 1, "server_steps": 2, "out": str(tmp_path / "run")}

@@ -55,7 +55,8 @@ def admitted(
     named = model or roster.members[0].model
     if named is None:
         raise NeedsError(
-            f"The server of {algorithm.name} is told the sizes of models only; name the newcomer's network: --model."
+            f"The server of {algorithm.name} is told the sizes of models only; name the newcomer's network: --model "
+            "(in Python, model=)."
         )
     network = Model(parse(named, roster.input_shape, roster.num_outputs, roster.tokens), setup.device, setup.dtype)
     # labels that no program may read: any use of them as classes fails

@@ -173,8 +173,13 @@ class Server:
 
     def home(self, client: ClientId) -> Home:
         """The surroundings of a participant, for its predictor."""
-        samples = next(member.samples["train"] for member in self.roster.members if member.id == client)
-        return self.home_of(self.setup.models[client], samples)
+        member = next(member for member in self.roster.members if member.id == client)
+        if member.model is None and not self.memories_here:
+            raise NeedsError(
+                f"The server of {self.algorithm.name} was told the size of client {client}'s network and nothing else; "
+                "the whole model was delivered to the client's own machine. Ask the client for it."
+            )
+        return self.home_of(self.setup.models[client], member.samples["train"])
 
     def home_of(self, model: contract.Model, samples: int) -> Home:
         """The surroundings of a client with this model and so many training samples."""
