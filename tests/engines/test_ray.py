@@ -10,17 +10,21 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import fedloom
 from conftest import Played, models_for, play, setup_of, small_federation
 from fedloom import algorithms
+from fedloom.clients.federation import OnDisk
 from fedloom.core.contract import Algorithm, Cohort
-from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.core.errors import ConfigError, NeedsError, RoundError
 from fedloom.core.trees import flatten
+from fedloom.data.mapped import opened
 from fedloom.engines import cluster as clusters
 from fedloom.engines import sweep, workers
 from fedloom.engines.cluster import Actor, Cluster
@@ -77,6 +81,26 @@ def test_so_they_are_for_every_method_and_number_of_actors(
     method: str, in_pairs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_bits(algorithms.get(method), monkeypatch, 1, 2)
+
+
+def test_samples_on_disk_stay_there_and_actors_read_them(
+    in_pairs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = small_federation(dtype=torch.float32)
+    np.save(tmp_path / "x.npy", federation.x.numpy())
+    x = torch.from_numpy(opened(tmp_path / "x.npy"))
+    mapped = replace(federation, x=x, on_disk=OnDisk(x, tmp_path / "x.npy"))
+    sent: list[str] = []
+    put = Ray._put
+    monkeypatch.setattr(Ray, "_put", lambda self, kind, what: (sent.append(kind), put(self, kind, what))[1])
+    expected = everything(play(FEDAVG, federation, "parallel_vectorised", rounds=2))
+    assert same(expected, everything(play(FEDAVG, mapped, "ray", rounds=2)))
+    assert (sent.count("file"), sent.count("tensor")) == (1, 1)  # the latter are labels
+    np.save(tmp_path / "x.npy", federation.x[1:].numpy())
+    with pytest.raises(
+        RoundError, match=r"raised DataError: .*x.npy has samples of shape .* here and .* where the run"
+    ):
+        play(FEDAVG, replace(mapped, on_disk=OnDisk(x, tmp_path / "x.npy")), "ray", rounds=1)
 
 
 def killed_at(

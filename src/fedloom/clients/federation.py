@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +36,13 @@ class Client:
         return np.concatenate([self.rows[s] for s in SPLITS]) if split == "all" else self.rows[split]
 
 
+class OnDisk(NamedTuple):
+    """Samples that are mapped, not read."""
+
+    x: Tensor
+    file: Path
+
+
 @dataclass(frozen=True)
 class Federation:
     """Data and roster. Participants come first; unseen clients take no part in training."""
@@ -42,6 +51,13 @@ class Federation:
     y: Tensor  # (samples,) or (samples, targets)
     task: Task
     roster: Mapping[ClientId, Client]
+    on_disk: OnDisk | None = None
+    """Where the samples come from that ``x`` was at first."""
+
+    @property
+    def file(self) -> Path | None:
+        """The file that ``x`` is a map of; None where it is in memory."""
+        return self.on_disk.file if self.on_disk and self.on_disk.x is self.x else None
 
     @cached_property
     def position(self) -> dict[ClientId, int]:
@@ -85,7 +101,7 @@ class Federation:
         rows = np.arange(len(self.x), len(self.x) + len(x))
         client = Client(newcomer, model, {"train": rows, "val": rows[:0], "test": rows[:0]}, unseen=True)
         together = {"x": torch.cat([self.x, x.to(self.x)]), "y": torch.cat([self.y, y.to(self.y)])}
-        return Federation(**together, task=self.task, roster={**self.roster, newcomer: client})
+        return Federation(together["x"], together["y"], self.task, {**self.roster, newcomer: client})
 
 
 def federate(
@@ -117,9 +133,13 @@ def federate(
         )
         for i, split in enumerate(partition.clients)
     }
+    given = torch.as_tensor(x)
+    placed = given.to(device, torch.int64 if models[0].tokens else dtype)
+    file = x.filename if isinstance(x, np.memmap) and placed is given else None
     return Federation(
-        torch.as_tensor(x).to(device, torch.int64 if models[0].tokens else dtype),
+        placed,
         y.to(device, dtype if y.is_floating_point() else torch.int64),
         task,
         roster,
+        OnDisk(placed, Path(file)) if file else None,
     )

@@ -9,6 +9,8 @@ from fedloom.clients.partition import Partition
 
 PAIRS = 64
 """Neighbours that are looked at to find by how much windows overlap."""
+PIECE = 1 << 14
+"""Of all windows, how many are looked at together: what is compared takes memory, and windows may lie on a disk."""
 
 
 def leak(x: np.ndarray, parts: Partition) -> str | None:
@@ -19,7 +21,7 @@ def leak(x: np.ndarray, parts: Partition) -> str | None:
     shift = _shift(x)
     if shift is None:
         return None
-    overlap = (x[1:, :, : x.shape[2] - shift] == x[:-1, :, shift:]).all(axis=(1, 2))
+    overlap = _overlap(x, shift)
     tried = np.full(len(x), -1)
     for client in parts.clients:
         tried[client.train] = 0
@@ -31,6 +33,12 @@ def leak(x: np.ndarray, parts: Partition) -> str | None:
         f"windows overlap, and {int(apart.sum()):,} of {int(overlap.sum()):,} pairs of neighbours are one in training "
         "and one in validation or test data: scores will be too good. Keep those of a recording together: --split-by"
     )
+
+
+def _overlap(x: np.ndarray, shift: int) -> np.ndarray:
+    """Of each window but the last, whether the next one begins in it."""
+    pieces = [x[start : start + PIECE + 1] for start in range(0, len(x) - 1, PIECE)]
+    return np.concatenate([(p[1:, :, : x.shape[2] - shift] == p[:-1, :, shift:]).all(axis=(1, 2)) for p in pieces])
 
 
 def _shift(x: np.ndarray) -> int | None:

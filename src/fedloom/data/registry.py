@@ -11,6 +11,7 @@ from fedloom.core.errors import DataError, unknown
 from fedloom.data import readers
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Dataset
+from fedloom.data.mapped import from_mapped, is_mapped
 from fedloom.data.own import from_folder, from_npz
 from fedloom.data.tables import Roles, from_folder_of_tables, from_table, is_table
 from fedloom.data.text import from_leaf, from_texts, leaf_files
@@ -50,7 +51,7 @@ def resolve_root(data_root: str | Path | None = None) -> Path:
 
 def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: Roles | None = None) -> Arrays:
     """A dataset by its name; or a user's own: an .npz file, a table, or a folder with one of these or one text per
-    client; LEAF's JSON.
+    client; a folder with x.npy, which stays on disk; LEAF's JSON.
 
     A name goes before a folder of the same name: write ``./mnist`` for the folder. ``roles`` says which columns of a
     table are no features.
@@ -66,6 +67,8 @@ def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: R
         return known.load(resolve_root(data_root) if known.files else Path())
     if path.suffix == ".npz":
         return from_npz(path)
+    if is_mapped(path):
+        return from_mapped(path)
     if path.is_dir() and any(path.glob("*.txt")) and not any(path.glob("*.npz")):
         return from_texts(path)
     if (path.suffix == ".json" and path.is_file()) or (path.is_dir() and leaf_files(path)):

@@ -5,8 +5,9 @@ On CPUs a cohort is divided as the parallel engines divide it, which depends on 
 number of actors, and results are those of the engine that ``auto`` chooses. On GPUs it is divided by their number.
 
 Data, models, programs and the trees that all clients share go through Ray's object store, once to each machine; an
-actor keeps what it got last. With a part goes what is its clients' own: the rows of their samples, what they are sent
-and what they remember. The roster goes nowhere, so that an ask costs what its clients cost.
+actor keeps what it got last. Samples on disk stay there, and an actor reads those of its clients. With a part goes what
+is its clients' own: the rows of their samples, what they are sent and what they remember. The roster goes nowhere, so
+that an ask costs what its clients cost.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +29,9 @@ from torch import Tensor
 
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm
-from fedloom.core.errors import ConfigError, NeedsError
+from fedloom.core.errors import ConfigError, DataError, NeedsError
 from fedloom.core.trees import ClientId, PerClient, Tree, stack, tree_map
+from fedloom.data.mapped import opened
 from fedloom.engines import packed, workers
 from fedloom.engines.cluster import Actor, Cluster, first_line
 from fedloom.engines.engine import AbstractEngine, AbstractLocalEngine, groups
@@ -39,7 +42,7 @@ from fedloom.engines.sequential import Sequential
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import Lost, cores, cpu_time
 
-MOST = {"engine": 4, "program": 8, "model": 64, "tensor": 4, "shared": 1}
+MOST = {"engine": 4, "program": 8, "model": 64, "tensor": 4, "file": 4, "shared": 1}
 """How many of a kind of thing an actor keeps: those used last."""
 
 Packed = tuple[list[packed.Place], np.ndarray]
@@ -204,12 +207,12 @@ class Ray(AbstractEngine):
         federation, clients = job.federation, job.clients
         roster, task = federation.roster, federation.task
         engine = (self._inner, self.algorithm, self.config, self.seed, self.machine)
-        x, y, model = federation.x, federation.y, roster[clients[0]].model
+        y, model = federation.y, roster[clients[0]].model
         part = Part(
             self._thing("engine", (), None, lambda: engine),
             self._thing("program", job.program, None, lambda: job.program),
             self._thing("model", (id(model), id(task)), (model, task), lambda: (model, task)),
-            self._thing("tensor", (id(x), x._version), x, lambda: _pack({"data": x})),
+            self._samples(federation),
             self._thing("tensor", (id(y), y._version), y, lambda: _pack({"data": y})),
             shared,
             {client: roster[client].rows for client in clients},
@@ -219,6 +222,14 @@ class Ray(AbstractEngine):
         )
         memory = stack([job.memories[client] for client in clients])
         return actor.handle.work.remote(part, _pack({"mine": job.mine.pick(clients), "memory": memory}))
+
+    def _samples(self, federation: Federation) -> Thing:
+        """The federation's samples; of those on disk only where they lie, for actors to read what they need."""
+        x, file = federation.x, federation.file
+        name = id(x), x._version
+        if file:
+            return self._thing("file", name, x, lambda: (str(file), tuple(x.shape)))
+        return self._thing("tensor", name, x, lambda: _pack({"data": x}))
 
     def _thing(self, kind: str, name: Hashable, owner: Any, make: Callable[[], Any]) -> Thing:
         """What goes to actors once. ``name`` tells it from others as long as ``owner`` lives, which is kept here."""
@@ -305,6 +316,8 @@ class Host:
             found = ray.get(thing.place)
             if thing.kind == "tensor":  # on a CPU where it is, in memory that all actors of a machine map
                 found = self._here(packed.seen(found[0], _bytes(found[1])))["data"]
+            elif thing.kind == "file":
+                found = self._here({"data": _of_file(*found)})["data"]
             elif thing.kind == "shared":
                 found = self._here(packed.taken(found[0], _bytes(found[1])))
             elif thing.kind == "engine":
@@ -358,6 +371,14 @@ def _pack(tree: Tree) -> Packed:
     memory = torch.empty(size, dtype=torch.uint8)
     packed.put(tree, where, memory)
     return where, memory.numpy()
+
+
+def _of_file(file: str, shape: tuple[int, ...]) -> Tensor:
+    """Samples on a disk that this machine has too."""
+    x = opened(Path(file))
+    if x.shape != shape:
+        raise DataError(f"{file} has samples of shape {x.shape} here and {shape} where the run is. Give it one file.")
+    return torch.from_numpy(x)
 
 
 def _bytes(memory: np.ndarray) -> Tensor:
