@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(DataError, match="at least 1"):
         from_texts(tmp_path, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+@pytest.mark.parametrize("kind", ["txt", "json"])
+def test_a_pipe_among_the_files_of_a_folder_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"a.{kind}")
+    with pytest.raises(DataError, match=r"cannot be read as .* \(it is not a file\)"):
+        load(tmp_path)
 
 
 def test_characters_that_the_alphabet_has_not_are_unknown() -> None:

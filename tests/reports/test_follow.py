@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def test_a_line_that_is_no_json_is_refused(tmp_path: Path) -> None:
             lines.look()
     path.write_bytes(b'{"round": 1}\n')
     assert lines.look() and lines.lines == [{"round": 1}]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lines.jsonl")
+    with pytest.raises(RunError, match=r"lines.jsonl: it is not a file"):
+        Lines(tmp_path / "lines.jsonl").look()
 
 
 def test_a_resumed_run_is_followed_back_and_on(tmp_path: Path) -> None:

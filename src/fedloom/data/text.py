@@ -91,9 +91,15 @@ def of_texts(name: str, texts: Mapping[str, str], length: int = LENGTH) -> Array
     )
 
 
+def _text(file: Path) -> str:
+    if not file.is_file():  # reading a pipe could last for ever
+        raise OSError("it is not a file")
+    return file.read_text(encoding="utf-8")
+
+
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return _text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as text in UTF-8 ({error}); save it so.") from error
 
@@ -169,7 +175,7 @@ def from_leaf(path: str | Path) -> Arrays:
 def _users(file: Path) -> Iterable[tuple[str, Sequence[Any], Sequence[Any]]]:
     """Each user of a file with samples and labels."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read as JSON ({error}); give a file of LEAF's.") from error
     data = content.get("user_data") if isinstance(content, Mapping) else None

@@ -27,7 +27,7 @@ class Lines:
     def look(self) -> bool:
         """Read what has come; whether anything has."""
         try:
-            with self.path.open("rb") as file:
+            with files.opened(self.path) as file:
                 state = files.identity(file)
                 anew = state.number != self._file or state.size < self._read
                 if anew:
@@ -38,6 +38,8 @@ class Lines:
         except FileNotFoundError:
             gone, self.lines, self._file, self._read = bool(self.lines), [], 0, 0
             return gone
+        except OSError as error:
+            raise RunError(f"Cannot read {self.path}: {error.strerror}; restore or remove it.") from error
         try:
             self.lines += [files.from_json(line) for line in (whole.split(b"\n") if newline else ())]
         except ValueError as error:  # nothing of it counts as read: it may be mended

@@ -59,11 +59,18 @@ def writing(path: Path) -> Iterator[None]:
 
 def read_file(path: Path) -> bytes:
     """What a file holds. An ``OSError`` for what is no file: reading a pipe could last for ever."""
+    with opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to read from, as ``read_file`` does."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a file", str(path))
-        return file.read()
+        yield file
 
 
 def write_file(path: Path, data: bytes) -> None:
