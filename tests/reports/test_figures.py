@@ -109,3 +109,10 @@ def test_a_notebook_shows_a_figure_and_its_owner_saves_it_with_fonts_that_publis
     assert b"/Subtype /Type3" not in (tmp_path / "curves.pdf").read_bytes()
     made.savefig(tmp_path / "curves.svg")
     assert "accuracy</text>" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
+
+
+def test_lines_across_are_named_and_axes_begin_where_the_pages_do(run: RunDirectory) -> None:
+    for name, label in (("curves", "best: round"), ("newcomers", "mean of participants")):
+        axes = figures.figure(chart_of(run, name)).axes[0]
+        assert any(text.get_text().startswith(label) for text in axes.texts)
+    assert axes.get_xlim()[0] <= 0  # of distances

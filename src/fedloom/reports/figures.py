@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.core.errors import ConfigError
-from fedloom.reports.charts import FEW_POINTS, Axis, Chart
+from fedloom.reports.charts import FEW_POINTS, Axis, Chart, Rule
 from fedloom.runs.files import write_file
 
 if TYPE_CHECKING:
@@ -54,13 +54,12 @@ def figure(chart: Chart, *, choices: Sequence[str] = ()) -> Drawn:
         }[chart.kind]  # fmt: skip
         draw(axes, chart)
         for rule in chart.rules:
-            look: dict[str, Any] = {"color": "#777777", "lw": 0.8, "ls": ":", "zorder": 0}
-            if rule.axis == "both":
-                axes.plot([0, rule.value], [0, rule.value], **look)
-            else:
-                (axes.axvline if rule.axis == "x" else axes.axhline)(rule.value, **look)
+            _rule(axes, rule)
         for which, axis in (("x", chart.x), ("y", chart.y)):
             getattr(axes, f"set_{which}label")(_plain(axis.title) if which == "x" or chart.kind != "forest" else "")
+            low, high = getattr(axes, f"get_{which}lim")()
+            if axis.from_zero and chart.kind in ("points", "forest"):
+                getattr(axes, f"set_{which}lim")(min(low, 0), max(high, 0))
             if axis.kind == "share":
                 getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0))
             elif axis.kind == "count" and chart.kind not in ("heat", "bars"):
@@ -83,6 +82,19 @@ def save(chart: Chart, path: Path, *, choices: Sequence[str] = ()) -> Path:
         made.savefig(drawn, format=kind, metadata=undated.get(kind))
     write_file(path, drawn.getvalue())
     return path
+
+
+def _rule(axes: Axes, rule: Rule) -> None:
+    look: dict[str, Any] = {"color": "#777777", "lw": 0.8, "ls": ":", "zorder": 0}
+    label: dict[str, Any] = {"color": "#555555", "fontsize": 6.5, "va": "bottom"}
+    if rule.axis == "both":
+        axes.plot([0, rule.value], [0, rule.value], **look)
+    elif rule.axis == "x":
+        axes.axvline(rule.value, **look)
+        axes.text(rule.value, 0.02, rule.label, transform=axes.get_xaxis_transform(), rotation=90, ha="right", **label)
+    else:
+        axes.axhline(rule.value, **look)
+        axes.text(0.01, rule.value, rule.label, transform=axes.get_yaxis_transform(), **label)
 
 
 def _below(chart: Chart) -> float:
