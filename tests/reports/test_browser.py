@@ -259,6 +259,9 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
             browser.wait("document.querySelector('progress').value === 8")
             ticks = "[...document.querySelectorAll('#figure-curves .role-axis-label text')].map(t => t.textContent)"
             browser.wait(f"{ticks}.includes('8')")
+            browser.wait(
+                f"document.getElementById('title-clients').textContent === 'Every client at round {best['round']}'"
+            )
             run.write_summary(summary_of(run, best))
             browser.wait("document.querySelector('.badges').textContent.includes('finished')")
             assert browser.errors == []

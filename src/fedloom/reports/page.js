@@ -172,6 +172,7 @@
     one.update = async (fresh) => { // newer data for the same chart; a table that is open stays open
       if (JSON.stringify(fresh) === JSON.stringify(block)) return;
       block = fresh;
+      figure.querySelector("h3").textContent = fresh.title;
       figure.querySelector("figcaption").textContent = fresh.caption;
       if (data.hidden) data.replaceChildren();
       else swap(data.firstChild, rows());
