@@ -301,6 +301,15 @@ def test_a_node_stops_at_an_epsilon_of_its_own(tmp_path: Path) -> None:
     assert "is about sample-dp-noise" in asked_of(tmp_path / "b", "train", PARTS, **limit)["error"]
 
 
+def test_of_two_asks_at_once_none_gets_what_is_left_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of several runs are answered by processes side by side."""
+    monkeypatch.setattr("fedloom.deploy.store.PATIENCE", 0.0)
+    with Store(tmp_path).alone():
+        assert asked_of(tmp_path, "train", PARTS, **HIDES)["error"].startswith("cannot keep count")
+        assert Store(tmp_path).releases() == []
+    assert "error" not in asked_of(tmp_path, "train", PARTS, **HIDES) and len(Store(tmp_path).releases()) == 1
+
+
 def test_a_node_refuses_what_would_not_hide_its_samples(tmp_path: Path) -> None:
     told = asked_of(tmp_path, "class_means", PARTS, "fedproto", **HIDES)["error"]
     assert told.startswith("cannot answer: FedProto asks clients for class_means, which computes more")

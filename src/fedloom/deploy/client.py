@@ -268,8 +268,9 @@ class Participant:
             reply = unlearned(reply)
         if noised:
             question, most = _question(program, asked, shared, mine), self.own.max_answers
-            reply = _on(self.store.once(run, question, reply, most, self._spent_beside(program)),
-                        self.federation.device)  # fmt: skip
+            with self.store.alone():
+                reply = _on(self.store.once(run, question, reply, most, self._spent_beside(program)),
+                            self.federation.device)  # fmt: skip
         if masking:
             reply = masking(reply)
         if after is not None:
@@ -287,10 +288,11 @@ class Participant:
         one = Release(0, program.name, noise, "poisson", samples, size, secrets.token_hex(8),
                       steps_of(samples, batches), "sample", (self.name,))  # fmt: skip
         most = self.own.max_epsilon
-        known = [other for other in self.store.releases() if not other.what.startswith(EVALUATION)]
-        if most and epsilon([*known, one], self.own.dp_delta) > most:
-            raise Refusal(f"would spend more than epsilon {most:g} on each of its samples, its own max-epsilon.")
-        self.store.release(one)
+        with self.store.alone():
+            known = [other for other in self.store.releases() if not other.what.startswith(EVALUATION)]
+            if most and epsilon([*known, one], self.own.dp_delta) > most:
+                raise Refusal(f"would spend more than epsilon {most:g} on each of its samples, its own max-epsilon.")
+            self.store.release(one)
 
     def _spent_beside(self, program: Program) -> Release | None:
         """What an answer with noise spends of samples' privacy where nothing is trained."""

@@ -21,6 +21,9 @@ import json
 import os
 import re
 import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -29,11 +32,15 @@ from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
 from fedloom.privacy.ledger import Release, releases_of
 from fedloom.runs.files import TEMPORARY, append, cut_torn_line, to_json, write_file, writing
+from fedloom.runs.lock import locked
+
+PATIENCE = 60.0
+"""Seconds that a process waits for another one of this client's."""
 
 KEPT = 100
 """Answers of a run that are kept, to be given again to whoever asks the same."""
 
-_RUN = re.compile(r"(?!(?:secret|name|client|answers)$)[\w-]{1,64}")  # not those of the files beside
+_RUN = re.compile(r"(?!(?:secret|name|client|answers|lock)$)[\w-]{1,64}")  # not those of the files beside
 _MEMORY = re.compile(rf"(?:{re.escape(TEMPORARY)})?memory-(\d+)\.safetensors")
 
 
@@ -114,6 +121,26 @@ class Store:
             found = _MEMORY.fullmatch(file.name)
             if found and int(found[1]) < version and int(found[1]) not in keep:
                 file.unlink(missing_ok=True)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile no other process changes what this client keeps count of.
+
+        Runs are served side by side: who asks in several at once must not get more than is left.
+        """
+        end = time.monotonic() + PATIENCE
+        with ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(locked(self.folder))
+                    break
+                except RunError as error:
+                    if time.monotonic() > end:
+                        raise Refusal(
+                            "cannot keep count of its answers: its folder is in use, or cannot be locked."
+                        ) from error
+                    time.sleep(0.05)
+            yield
 
     def once(self, run: str, question: bytes, answer: Tree, most: int, spent: Release | None = None) -> Tree:
         """The answer that was given to that question before; else this one, which counts as one of ``most``.
