@@ -26,6 +26,7 @@ from conftest import models_for, server_data_like, small_federation
 from deploy.nearby import Nearby, deployed, table_of
 from fedloom import algorithms, api
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
+from fedloom.core.tensors import read_with_metadata
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.wire import decode
 from fedloom.deploy import server
@@ -183,6 +184,32 @@ def test_a_run_over_the_network_leaves_what_a_simulated_run_leaves(tmp_path: Pat
     from fedloom.reports.compare import compare
 
     assert [len(row.seeds) for row in compare([out]).rows] == [1]
+
+
+def test_a_run_whose_server_knows_sizes_only_becomes_a_bundle(tmp_path: Path, monkeypatch: Any) -> None:
+    """A participant gets what was sent to it, and a newcomer says which network it has."""
+    from fedloom.serving.bundle import Bundle, make_bundle
+    from fedloom.serving.card import as_markdown
+    from fedloom.serving.weaver import Weaver
+    from fedloom.training.admission import admitted
+
+    federation = small_federation(SMALL)
+    served("mh_pfedhn", federation, tmp_path, monkeypatch, out=str(tmp_path / "run"), rounds=1, admit_rounds=2)
+    run = api.load(tmp_path / "run")
+    bundle = Bundle(make_bundle(run))
+    bundle.check()
+    sent = flatten(run.server.algorithm.send(run.server.setup, run.server.state, ["1"]).mine["1"])
+    given = bundle.given("1")
+    found = flatten(given.sent["mine"])
+    assert given.missing == ("network",) and found.keys() == sent.keys()
+    assert all(torch.equal(found[name], sent[name]) for name in sent)
+    tensors, metadata = read_with_metadata(Weaver(bundle).participant("1"))
+    assert metadata["form"] == "sent" and metadata["missing"] == "network" and tensors
+    assert "networks that only their clients know" in as_markdown(bundle.card, bundle.digest)
+    with pytest.raises(NeedsError, match="name the newcomer's network: --model"):
+        admitted(bundle.newcomers, federation.x[:9], federation.y[:9])
+    newcomer = admitted(bundle.newcomers, federation.x[:9], federation.y[:9], "mlp:hidden=5")
+    assert newcomer.home.model.size == federation.roster["0"].model.size
 
 
 def test_a_private_run_has_secret_noise_and_accounts_for_every_round(tmp_path: Path, monkeypatch: Any) -> None:

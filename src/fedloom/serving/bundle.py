@@ -38,6 +38,7 @@ from fedloom.core.trees import ClientId, Tree, flatten, unflatten
 from fedloom.core.trust import check as check_trust
 from fedloom.core.trust import path_in
 from fedloom.engines.memories import Memories
+from fedloom.models.size_only import SizeOnly
 from fedloom.models.spec import parse
 from fedloom.runs.files import to_json
 from fedloom.runs.options import RunOptions
@@ -293,7 +294,7 @@ class Given(NamedTuple):
     complete: bool
     """The tree is ``{"params", "buffers"}``; else it is what was sent, for the client to put together with its own."""
     missing: tuple[str, ...]
-    """What the client brings from its own memory."""
+    """What the client brings from its own memory; ``network``, where the server was told the network's size alone."""
 
 
 @contextmanager
@@ -347,8 +348,11 @@ class Bundle:
         algorithm, model = self.frame.algorithm, setup.models[client]
         sent: Sent = algorithm.send(setup, state, [client])
         seeds = Seeds(seed_of(setup.seed, client, "memory"), setup.common_seed)
-        first = {"buffers": model.fresh_buffers(), **algorithm.first_memory(model, setup.config, seeds)}
-        kept = tuple(name for name, branch in first.items() if isinstance(branch, Tensor) or branch)
+        first: Tree = {}
+        kept: tuple[str, ...] = ("network",)
+        if not isinstance(model, SizeOnly):
+            first = {"buffers": model.fresh_buffers(), **algorithm.first_memory(model, setup.config, seeds)}
+            kept = tuple(name for name, branch in first.items() if isinstance(branch, Tensor) or branch)
         if kept:
             return Given(model, {"shared": sent.shared, "mine": sent.mine[client]}, False, kept)
         deployed = algorithm.client_deploy(self.frame.home(model), sent.shared, sent.mine[client], first)

@@ -155,7 +155,7 @@ def as_markdown(card: Mapping[str, Any], digest: str) -> str:
         "## Networks",
         "",
         *(
-            f"- `{one['name']}`: {one['parameters']:,} parameters, {one['clients']:,} clients"
+            f"- {_named(one['name'])}: {one['parameters']:,} parameters, {one['clients']:,} clients"
             for one in card["architectures"]
         ),
         "",
@@ -180,6 +180,10 @@ def as_markdown(card: Mapping[str, Any], digest: str) -> str:
     if method["citation"]:
         lines += ["## Citation", "", "```bibtex", method["citation"], "```", ""]
     return "\n".join(lines)
+
+
+def _named(network: str | None) -> str:
+    return "networks that only their clients know" if network is None else f"`{network}`"
 
 
 def _in_words(metric: Mapping[str, Any]) -> str:
