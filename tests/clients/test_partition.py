@@ -373,6 +373,20 @@ def test_samples_that_belong_together_stay_in_one_pool(scheme: str, recordings: 
         assert 0 < len(pools[1]) < 160 and 0 < len(pools[2]) < 160
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_recordings_of_one_class_leave_every_class_to_train_on(seed: int) -> None:
+    """Two people, three activities, each recorded three times."""
+    recording = np.repeat(np.arange(18), 20)
+    groups = {"recording": recording.astype(str), "person": (recording // 9).astype(str)}
+    labels = recording % 3
+    found = partition(labels, "group:person", 2, seed, groups=groups, split_by="recording")
+    assert [set(labels[client.train]) for client in found.clients] == [{0, 1, 2}] * 2
+    assert all(len(client.val) == len(client.test) == 20 for client in found.clients) and not found.notes
+    once = {**groups, "recording": (recording // 9 * 3 + labels).astype(str)}  # one recording of each activity
+    (note,) = partition(labels, "group:person", 2, seed, groups=once, split_by="recording").notes
+    assert note.startswith("2 of 2 clients are tested on classes that they have no training samples of")
+
+
 def test_an_unknown_grouping_to_split_by_is_refused() -> None:
     with pytest.raises(ConfigError, match="Unknown grouping to split by 'recrding'; did you mean 'recording'"):
         partition(LABELS, "iid", 3, 1, groups={"recording": LABELS.astype(str)}, split_by="recrding")

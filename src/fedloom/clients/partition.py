@@ -170,13 +170,13 @@ def partition(
         if named:
             raise ConfigError(f"Got unseen groups with scheme {scheme!r}, which deals all samples; use 'group:NAME'.")
         _check_labels(labels, parts)
-        return _with_shared(_by_label(task, parts), groups or {})
+        return _with_untrained(_with_shared(_by_label(task, parts), groups or {}), labels, split_by)
     if parts[0] != parts[1]:
         raise ConfigError(
             f"Got scheme {scheme!r} with unseen scheme {unseen_scheme!r}, but natural groups hold out whole "
             "groups; leave the unseen scheme out, or use label schemes for both."
         )
-    return _by_group(task, parts[0][1], groups or {})
+    return _with_untrained(_by_group(task, parts[0][1], groups or {}), labels, split_by)
 
 
 @dataclass(frozen=True)
@@ -362,6 +362,22 @@ def _with_shared(found: Partition, groups: Mapping[str, np.ndarray]) -> Partitio
     note = (
         f"unseen clients have samples of {len(shared):,} groups of 'client' that participants have samples of, too: "
         "newcomers would fare worse; --partition group:client holds whole groups out"
+    )
+    return replace(found, notes=(*found.notes, note))
+
+
+def _with_untrained(found: Partition, labels: np.ndarray, split_by: str | None) -> Partition:
+    """The partition, with a note where samples that stay together leave clients no training samples of a class."""
+    if split_by is None or not _has_classes(labels):
+        return found
+    number = sum(
+        bool(set(labels[np.r_[c.val, c.test]].tolist()) - set(labels[c.train].tolist())) for c in found.clients
+    )
+    if not number:
+        return found
+    note = (
+        f"{number:,} of {len(found.clients):,} clients are tested on classes that they have no training samples of: "
+        f"each group of {split_by!r} stays whole, and there are too few of them"
     )
     return replace(found, notes=(*found.notes, note))
 
@@ -561,19 +577,27 @@ def _hold_out(
 
 def _pick_some(codes: np.ndarray, share: float, rng: np.random.Generator, together: np.ndarray | None) -> np.ndarray:
     """A mask over a share of the samples: of whole groups, where some belong together."""
-    return _pick(codes, share, rng) if together is None else _pick_groups(together, share, rng)
+    return _pick(codes, share, rng) if together is None else _pick_groups(codes, together, share, rng)
 
 
-def _pick_groups(together: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A mask over whole groups with about a share of the samples; one at least if there are two, and never all."""
+def _pick_groups(codes: np.ndarray, together: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """A mask over whole groups with about a share of the samples; one at least if there are two, and never all.
+
+    No class is taken whole, unless every group has a class of its own.
+    """
     _, inverse, sizes = np.unique(together, return_inverse=True, return_counts=True)
     chosen, wanted = np.zeros(len(sizes), dtype=bool), share * len(together)
     if share == 0 or len(sizes) < 2:
         return chosen[inverse]
     order = rng.permutation(len(sizes))
+    held = np.zeros((len(sizes), codes.max() + 1), dtype=np.int64)
+    np.add.at(held, (inverse, codes), 1)
+    left = held.sum(axis=0)
     for one in order:
-        if sizes[chosen].sum() + sizes[one] / 2 <= wanted:
+        keeps_all = not ((held[one] > 0) & (held[one] == left)).any()
+        if keeps_all and sizes[chosen].sum() + sizes[one] / 2 <= wanted:
             chosen[one] = True
+            left -= held[one]
     if not chosen.any():
         chosen[order[sizes[order].argmin()]] = True
     if chosen.all():
