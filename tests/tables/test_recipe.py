@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def test_stages_of_a_shortened_table_keep_their_share(given: dict[str, int], sca
 def test_the_guide_names_every_column() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "how-to-repeat-a-table.md").read_text(encoding="utf-8")
     assert not [column for column in COLUMNS if f"`{column}`" not in guide]
+
+
+def test_a_short_recipe_cannot_stand_for_endless_rows(tmp_path: Path) -> None:
+    each = {f"option {number}": [0] * 1000 for number in range(5)}
+    (tmp_path / "r.yaml").write_text(
+        json.dumps({"title": "t", "rows": [{"name": "r", "method": "local", "each": each}]})
+    )
+    with pytest.raises(ConfigError, match=r"stands for 1,000,000,000,000,000 in a recipe; expected at most 10,000"):
+        read(tmp_path / "r.yaml")
 
 
 def test_each_makes_a_row_of_every_combination() -> None:

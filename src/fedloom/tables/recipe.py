@@ -18,6 +18,7 @@ A file without rows is a config of ``fedloom run``: one row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -54,6 +55,9 @@ OURS = ("method", "out", "seed", "device", "data_root", "progress", "keep")
 
 COUNTED = ("rounds", "finetune_after", "pretrain_rounds", "common_rounds")
 """Options that say when a stage of training ends: where a table is shortened, each keeps its share of the rounds."""
+
+MOST_ROWS = 10_000
+"""Rows that one entry of a recipe may stand for."""
 
 USUAL = {"rounds": RunOptions().rounds, "dataset": RunOptions().dataset}
 """Options that a table needs itself, where a recipe leaves them out."""
@@ -204,6 +208,9 @@ def expanded(described: dict[str, Any]) -> Iterator[Row]:
     """The rows that an entry stands for: one, or one for every combination of what is in ``each``."""
     each = described.pop("each", {})
     own = {one.name for one in fields(Row)}
+    number = math.prod(len(values) for values in each.values())
+    if number > MOST_ROWS:
+        raise ConfigError(f"A row stands for {number:,} in a recipe; expected at most {MOST_ROWS:,}: shorten its each.")
     for values in itertools.product(*each.values()):
         changed = dict(zip(each, values))
         name = ", ".join(
