@@ -79,6 +79,10 @@ def test_compare_says_what_the_runs_tell_apart(cli, tmp_path: Path) -> None:
     made_run(tmp_path / "same", method="local")
     made_run(tmp_path / "other", method="fedper")
     assert "are 0 of 100 test samples apart: too few to tell them apart." in cli("compare", "same", "other").out
+    made_run(tmp_path / "late", method="fedper", seed=7, rounds=12)
+    told = cli("compare", "same", "late").err
+    assert "No seed and clients in common with FedAvg" in told
+    assert "did not ask clients equally often" in told
     found = json.loads(cli("compare", "runs", "--json").out)
     assert len(found["comparison"]) == 2 and len(found["verdicts"]) == 2
 

@@ -76,7 +76,7 @@ def test_a_method_is_not_flattered_by_clients_that_it_lost(tmp_path: Path) -> No
     for method, lost in (("fedavg", 0), ("pfedhn", 4)):
         broken(made_run(tmp_path / method, method=method), lost)
     made = page([tmp_path])
-    assert any("no finite number: pFedHN 4." in text for text in made.warnings)
+    assert any("no finite number: pFedHN: 4." in text for text in made.warnings)
     assert [tile.value == "–" for tile in made.tiles] == [False, True]
 
 
@@ -91,7 +91,9 @@ def test_unequal_budgets_and_late_bests_are_said(tmp_path: Path) -> None:
     made_run(tmp_path / "a", method="fedavg", rounds=4)
     made_run(tmp_path / "b", method="pfedhn", rounds=8)
     told = page([tmp_path]).warnings
-    assert any(text.startswith("The methods did not ask clients equally often: FedAvg 20, pFedHN 40") for text in told)
+    assert any(
+        text.startswith("The methods did not ask clients equally often: FedAvg: 20; pFedHN: 40") for text in told
+    )
 
 
 def test_a_sweep_of_one_option_and_of_two(tmp_path: Path) -> None:

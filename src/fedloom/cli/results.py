@@ -30,14 +30,12 @@ def finished(run: Run, progress: str) -> None:
 
 def comparison(paths: Sequence[Path], progress: str, baseline: str | None = None) -> None:
     """Print the comparison of runs, as a table or as JSON, and what it tells apart."""
-    from fedloom.reports.several import several
+    from fedloom.reports.several import caveats, several
 
     runs = several(paths, baseline)
     found = runs.comparison
-    for sentence in found.left_out:
+    for sentence in (*found.left_out, *filter(None, [found.unlike]), *caveats(runs)):
         tell(sentence)
-    if found.unlike:
-        tell(found.unlike)
     if progress == JSON:
         json_line({"comparison": [_plain(row) for row in found.rows], "verdicts": runs.verdicts()})
     elif progress == AUTO:

@@ -496,36 +496,42 @@ def _sized(number: float, share: bool) -> str:
 
 
 def _warnings(found: Several) -> list[str]:
+    told = caveats(found)
+    if any(len(method.runs) < 2 for method in found.methods):
+        told.append("With one seed nothing is said about a method: another seed may turn the order round.")
+    late = [
+        m.label for m in found.methods for f in m.runs.values() if f.evaluated and f.shown == f.evaluated[-1]["round"]
+    ]
+    if late:
+        listed = "; ".join(dict.fromkeys(late))
+        told.append(f"Best at the last round, with one seed at least, so that more rounds may raise them: {listed}.")
+    return told
+
+
+def caveats(found: Several) -> list[str]:
+    """What keeps a difference of the rows from being one of the methods."""
     told = []
     if len({len(method.runs) for method in found.methods}) > 1:
         told.append("The methods have unequal numbers of seeds; a difference is of the seeds that both have.")
-    if any(len(method.runs) < 2 for method in found.methods):
-        told.append("With one seed nothing is said about a method: another seed may turn the order round.")
     scored = {m.label: [s for f in m.runs.values() if (s := f.scores(f.shown)) is not None] for m in found.methods}
     lost = {label: sum(map(lost_of, scores)) for label, scores in scored.items()}
     if any(lost.values()):
-        listed = ", ".join(f"{label} {number}" for label, number in lost.items() if number)
+        listed = "; ".join(f"{label}: {number}" for label, number in lost.items() if number)
         told.append(
             f"Clients whose score is no finite number: {listed}. Differences are of the others, and flatter these "
             "methods."
         )
     updates = {method.label: method.updates for method in found.methods}
     if max(updates.values()) > 1.05 * min(updates.values()):
-        listed = ", ".join(f"{label} {number:,.0f}" for label, number in updates.items())
+        listed = "; ".join(f"{label}: {number:,.0f}" for label, number in updates.items())
         told.append(f"The methods did not ask clients equally often: {listed}.")
-    late = [
-        m.label for m in found.methods for f in m.runs.values() if f.evaluated and f.shown == f.evaluated[-1]["round"]
-    ]
-    if late:
-        listed = ", ".join(dict.fromkeys(late))
-        told.append(f"Best at the last round, with one seed at least, so that more rounds may raise them: {listed}.")
     early = {f"{m.label} ({f.stopped})": None for m in found.methods for f in m.runs.values() if f.stopped}
     if early:
-        told.append(f"Ended before the last round: {', '.join(early)}.")
+        told.append(f"Ended before the last round: {'; '.join(early)}.")
     missing = [m.label for m in found.others if m.label not in {one.method for one in found.paired()}]
     if missing and not found.comparison.unlike:
         told.append(
-            f"No seed and clients in common with {found.baseline.label}, hence no difference: {', '.join(missing)}."
+            f"No seed and clients in common with {found.baseline.label}, hence no difference: {'; '.join(missing)}."
         )
     return told
 
