@@ -220,3 +220,26 @@ def test_actors(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: 
     run_main(benchmark, monkeypatch, "--rounds", 2, "--steps", 200, "--kill")
     out = capsys.readouterr().out
     assert "the bits are the same: True" in out and ", 0 clients are dropped" in out
+
+
+def test_asynchronous(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "asynchronous.json"
+    monkeypatch.setattr(benchmark, "TRIED", 2)
+    monkeypatch.setattr(benchmark, "TARGET", 0.0)
+    monkeypatch.setattr(benchmark, "WAYS", [("FedAvg, late", "fedavg", {"cohort": 3, "async_": 1})])
+    run_main(benchmark, monkeypatch, "--seeds", 1, "--replies", 4, "--out", out)
+    ((name, seconds, replies, *_),) = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert (name, replies) == ("FedAvg, late", "2") and float(seconds) > 0
+    never = benchmark.Trained(None, None, 0.5, 100.0, 1.0)
+    assert benchmark.row("x", [never, never]) == ["x", "never", "never", "50.0 ± 0.0", "100 ± 0", "1.0"]
+
+
+def test_cost(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """10 clients on 2 GPUs, each 1 s and a fixed second, and half a second at the server: 6 and 5 s of a round."""
+    setting = benchmark.Setting("two", 2, 1, 10, benchmark.LENET)
+    found = benchmark.round_of(setting, benchmark.Line(1.0, 1.0), benchmark.Line(0.5, 0.0))
+    assert found[3:8] == ["6.00", "0.01", "0.00", "5.00", "11.01"] and found[-1] == "training"
+    run_main(benchmark, monkeypatch, "--registered", 2000, "--out", tmp_path)
+    machines, phones = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("machines", "phones"))
+    assert [row[-1] for row in machines["rows"]][-2:] == ["the network", "the server's memory"]
+    assert phones["rows"][0][:2] == ["2,000", "2"] and float(phones["rows"][0][3]) > 0

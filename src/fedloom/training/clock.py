@@ -27,8 +27,9 @@ from fedloom.core.trees import ClientId
 from fedloom.training import cohorts
 from fedloom.training.availability import TICKS, Availability, Rows
 
-GUESSES = 32
-"""Clients that are drawn before those who could be drawn are looked for, which takes time in a large federation."""
+GUESSES = 256
+"""Clients that are drawn before those who could be drawn are looked for, which takes time in a large federation: of
+phones that are there for 1% of the day nine in ten are found so."""
 
 PATIENCE = 100_000
 """Clients that may begin in one round; then nobody comes through often enough."""
