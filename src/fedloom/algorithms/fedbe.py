@@ -59,7 +59,7 @@ class Config(LocalConfig):
     server_momentum: float = option(0.9, "Its momentum (the authors' code).", low=0, high=1)
     server_weight_decay: float = option(1e-5, "Its weight decay (the authors' code).", low=0)
     server_batch_size: int = option(128, "Samples per step of the distillation (App. B).", low=1)
-    average_from: int = option(500, "Step from which on the student is averaged (the authors' code).", low=1)
+    average_from: int = option(500, "The student is averaged from this step on (the authors' code).", low=1)
     average_every: int = option(25, "Steps between students that are averaged (the authors' code).", low=1)
 
     batchnorm: ClassVar[str] = "averaged"  # the server runs the clients' models

@@ -88,11 +88,11 @@ class Config(LocalConfig):
     weight_decay: float = option(1e-4, "Local weight decay (sec. 4.1; the code: 5e-4).", low=0)
     keep_local: tuple[str, ...] = option(
         (),
-        "Layers that clients keep, e.g. conv1+head, body, none, or resnet*/*bn*+head for such networks; with one "
-        "architecture clients take several such ways in turn (D.12).",
+        "Layers that clients keep, e.g. conv1+head, body, none, or resnet*/*bn*+head for such networks; of "
+        "several such choices, clients with one architecture take each in turn (D.12).",
     )
     frozen: tuple[str, ...] = option(
-        (), "Layers woven but not trained, written as for keep-local; each client draws one of several ways (D.13)."
+        (), "Layers woven but not trained, written as for keep-local; each client draws one of several choices (D.13)."
     )
     top_share: float = option(
         1.0, "Share of the change that is sent, its largest entries (D.11: 0.3).", above=0, high=1

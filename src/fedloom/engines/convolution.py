@@ -28,7 +28,7 @@ MAX_NUMBERS = 1 << 31
 """Of a client's images: kernels of our own count them in 32 bits."""
 
 MANY = 200
-"""Clients from which on products are faster whatever their shape."""
+"""Above so many clients products are faster, whatever their shape."""
 
 
 AT_ONCE = 80

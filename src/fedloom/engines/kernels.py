@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 FILLED = 264
-"""Programs, tiles of a result, from which on a large GPU is busy: two for each of its processors."""
+"""Tiles of a result, a program each, above which a large GPU is busy: two for each of its processors."""
 
 PIXELS, TAPS = 32, 32
 """Of a step of a sum over pixels."""

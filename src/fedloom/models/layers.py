@@ -2,8 +2,8 @@
 """Layers of a model named in an option: which a client keeps, which it cannot train.
 
 ``conv1+head`` names the layer ``conv1`` and the output layer, ``body`` all but the output layer, ``*bn*`` all
-parameters with bn in their names, ``none`` nothing. An option gives several such ways, of which each client has one;
-``resnet*/*bn*`` is a way for clients of these networks only.
+parameters with bn in their names, ``none`` nothing. An option gives several such choices, of which each client has one;
+``resnet*/*bn*`` is a choice for clients of these networks only.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from fedloom.core.vectors import from_vector
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def selected(model: Model, *ways: str) -> set[str]:
-    """The parameters that any of ``ways`` names."""
-    layers = [layer for way in ways for layer in way.split("+")]
+def selected(model: Model, *choices: str) -> set[str]:
+    """The parameters that any of ``choices`` names."""
+    layers = [layer for choice in choices for layer in choice.split("+")]
     parts = {"head": set(model.head), "body": set(model.shapes) - model.head}
     return {name for part, names in parts.items() if part in layers for name in names} | {
         name for name in model.shapes for layer in layers if name.startswith(f"{layer}.") or fnmatchcase(name, layer)
     }
 
 
-def ways_of(model: Model, ways: Sequence[str]) -> list[str]:
-    """The ways that are for this model, ``none`` if there are only others."""
-    own = [layers for network, _, layers in (way.rpartition("/") for way in ways) if _is_for(network, model)]
-    return own or ["none"] * bool(ways)
+def choices_of(model: Model, choices: Sequence[str]) -> list[str]:
+    """The choices that are for this model, ``none`` if there are only others."""
+    own = [layers for network, _, layers in (choice.rpartition("/") for choice in choices) if _is_for(network, model)]
+    return own or ["none"] * bool(choices)
 
 
 def _is_for(network: str, model: Model) -> bool:
     return not network or any(fnmatchcase(str(model.spec), pattern) for pattern in (network, f"{network}:*"))
 
 
-def rest(model: Model, ways: Sequence[str]) -> list[Shapes]:
-    """The model without what each of its ways names; the whole model where there are none."""
-    kept = [selected(model, way) for way in ways_of(model, ways)] or [set()]
+def rest(model: Model, choices: Sequence[str]) -> list[Shapes]:
+    """The model without what each of its choices names; the whole model where there are none."""
+    kept = [selected(model, choice) for choice in choices_of(model, choices)] or [set()]
     return [{name: shape for name, shape in model.shapes.items() if name not in names} for names in kept]
 
 
@@ -58,10 +58,10 @@ def size_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_named(option: str, ways: Sequence[str], models: Iterable[Model]) -> None:
+def check_named(option: str, choices: Sequence[str], models: Iterable[Model]) -> None:
     """Refuse layers that no model has, and networks that no client has."""
-    models = list(models) if ways else []
-    for network, _, layers in (way.rpartition("/") for way in ways):
+    models = list(models) if choices else []
+    for network, _, layers in (choice.rpartition("/") for choice in choices):
         meant = [model for model in models if _is_for(network, model)]
         if not meant:
             known = sorted({str(model.spec) for model in models})
@@ -75,16 +75,16 @@ def check_named(option: str, ways: Sequence[str], models: Iterable[Model]) -> No
                 )
 
 
-def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
-    """Refuse ways to keep layers that clients could not tell by the size of what is left.
+def check_told(choices: Sequence[str], models: Iterable[Model]) -> None:
+    """Refuse choices to keep layers that clients could not tell by the size of what is left.
 
-    Something must be left of every model, and no two ways may leave different layers of one size.
+    Something must be left of every model, and no two choices may leave different layers of one size.
     """
-    for model in models if ways else ():
-        left = rest(model, ways)
+    for model in models if choices else ():
+        left = rest(model, choices)
         if not all(left):
             raise ConfigError(f"--keep-local leaves nothing of {model.spec}. Name fewer layers, or another network.")
-        for (one, a), (other, b) in combinations(zip(ways_of(model, ways), left), 2):
+        for (one, a), (other, b) in combinations(zip(choices_of(model, choices), left), 2):
             if size_of(a) == size_of(b) and a != b:
                 raise ConfigError(
                     f"--keep-local {one} and {other} leave as many parameters of {model.spec}, {size_of(a)}, by which "
@@ -94,18 +94,18 @@ def check_told(ways: Sequence[str], models: Iterable[Model]) -> None:
 
 def sizes_told(setup: Setup[Any], clients: Sequence[ClientId]) -> dict[ClientId, int]:
     """K_i, all that a client tells of its model. It does not count what it keeps."""
-    ways, models = setup.config.keep_local, setup.models
-    if not ways:
+    choices, models = setup.config.keep_local, setup.models
+    if not choices:
         return {client: models[client].size for client in clients}
     turn = {client: i for alike in setup.by_model(list(models)).values() for i, client in enumerate(alike)}
-    left = {client: rest(models[client], ways) for client in clients}
+    left = {client: rest(models[client], choices) for client in clients}
     return {client: size_of(own[turn[client] % len(own)]) for client, own in left.items()}
 
 
 def first_layers(model: Model, config: Any, seeds: Seeds) -> dict[str, Any]:
     """What a client remembers of its layers: ``own``, those that it keeps, and which of them it ``moves``."""
     memory: dict[str, Any] = {}
-    keep_local, frozen = ways_of(model, config.keep_local), ways_of(model, config.frozen)
+    keep_local, frozen = choices_of(model, config.keep_local), choices_of(model, config.frozen)
     if keep_local:
         kept = selected(model, *keep_local)
         memory["own"] = {name: value for name, value in model.init(seeds.own).items() if name in kept}
@@ -117,7 +117,7 @@ def first_layers(model: Model, config: Any, seeds: Seeds) -> dict[str, Any]:
 
 
 def not_woven(layers: Params, woven: Params) -> dict[str, Tensor]:
-    """The client's own among ``layers``: of every way to keep some it has one, and the server weaves the rest."""
+    """The client's own among ``layers``: those that it keeps; the server weaves the rest."""
     return {name: value for name, value in layers.items() if name not in woven}
 
 
