@@ -287,7 +287,7 @@ def joining(folder: Path) -> Table:
             for way in ways:
                 joined = fedloom.join(url, x[:60], labels, way=way, cache=folder / f"cache-{method}-{way}-{len(more)}")
                 again = sum(joined.again(x[:60], labels).bytes)
-                rows.append(told(columns, [f"`{' '.join([method, *shown])}`", way, *joined.bytes, again]))
+                rows.append(told(columns, [" ".join([method, *shown]), way, *joined.bytes, again]))
     note = "A newcomer's LeNet; the bytes are exact, and the same on any machine."
     return Table("Bytes of joining", note, columns, rows)
 
