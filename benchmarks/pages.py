@@ -370,9 +370,9 @@ def newcomers_tried(_: str) -> str:
 @block
 def rates(_: str) -> str:
     """Test accuracies with a method's own rate, with one by short trials and with a tuned one."""
-    found = json.loads((RESULTS / "rates" / "auto.json").read_text())
+    files = {path: json.loads(path.read_text()) for path in sorted((RESULTS / "rates").glob("*.json"))}
     body = []
-    for title, one in found["settings"].items():
+    for title, one in (pair for found in files.values() for pair in found["settings"].items()):
         means = {name: PER_CENT * sum(one[name]) / len(one[name]) for name in ("own", "auto", "tuned")}
         used = dict.fromkeys(f"{rate:g}" for rate in one["rates"]["auto"])
         body.append([
@@ -380,8 +380,11 @@ def rates(_: str) -> str:
             f"{one['rates']['own']:g}", ", ".join(used), f"{one['rates']['tuned']:g}",
         ])  # fmt: skip
     columns = ["", "own rate", "auto", "tuned", "auto less tuned", "the rates: own", "auto", "tuned"]
-    made = f"`{found['command']} --out results/rates/auto.json`: {in_words([Made(**found['made'])])}."
-    return with_provenance(numbers(columns, body), made)
+    lines = [
+        f"`{found['command']} --out results/rates/{path.name}`: {in_words([Made(**found['made'])])}."
+        for path, found in files.items()
+    ]
+    return with_provenance(numbers(columns, body), *(lines if len(lines) == 1 else [f"- {one}" for one in lines]))
 
 
 def _gained(found: dict[str, float], one: dict[str, Any]) -> str:

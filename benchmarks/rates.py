@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``--local-lr auto`` finds, against a method's own rate and a tuned one.
 
-    python benchmarks/rates.py --out results/rates/auto.json [--settings "FedAvg, digits, IID" ...] [--seeds 0 1 2]
+    python benchmarks/rates.py --out results/rates/all.json [--settings "FedAvg, digits, IID" ...] [--seeds 0 1 2]
 
 In each setting a method is trained with its own rate, with the rate that short trials find (anew for each seed), and
 with the best of seven, from a tenth to a hundred times its own, by the validation score of the first seed's whole runs.
