@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fedloom import algorithms
 from fedloom.adaptation.average import SETTLED, State, used, with_average
 from fedloom.adaptation.prior import with_prior
 from fedloom.core.contract import Algorithm
-from fedloom.core.errors import NeedsError
+from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.trees import flatten
 from fedloom.programs.evaluation import evaluate
 from tiny import HAND, lines
@@ -35,6 +36,15 @@ def test_the_mean_on_paper() -> None:
     assert abs(float(played.state.last["params"]["line.weight"]) - 0.9175) < 1e-12
     first = (2 + 9 * 0.95) / 11
     assert abs(float(played.state.mean["params"]["line.weight"]) - (first / 4 + 0.75 * 0.9175)) < 1e-12
+
+
+def test_fields_that_a_state_does_not_have_are_said_by_name() -> None:
+    """A method made of FedAvg's, with a state of its own, takes over what FedAvg declares."""
+    mine = replace(FEDAVG, name="Mine", averaged=("params", "buffers", "head"))
+    with pytest.raises(
+        ConfigError, match="Mine declares head as averaged, which its State does not have; it has param"
+    ):
+        play(with_average(mine, 0.9), lines(), rounds=0, **HAND)
 
 
 def test_a_small_weight_bounds_the_past() -> None:

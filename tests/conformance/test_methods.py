@@ -255,6 +255,7 @@ def test_a_method_documents_itself(algorithm: Algorithm) -> None:
     for line in ("Sent down:", "Sent up:", "Kept by the client:", "Kept by the server:"):
         assert line in text, f"{module} says nothing of {line}"
     assert text.splitlines()[0].endswith(".")
+    assert set(algorithm.averaged) <= set(algorithm.state._fields), "averaged names fields of the state"
     for field, _ in fields(algorithm.config):
         assert field.metadata.get("help"), f"{field.name} has no help text"
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.contract import Algorithm, Ask, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
-from fedloom.core.errors import NeedsError
+from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.trees import ClientId, Params, Tree, tree_map
 from fedloom.programs.allowed import programs_of
 from fedloom.programs.statistics import settling
@@ -71,6 +71,11 @@ def used(algorithm: Algorithm, state: State) -> Any:
 
 def _init(algorithm: Algorithm, setup: Setup[Any]) -> State:
     last = algorithm.init(setup)._asdict()
+    if missing := sorted(set(algorithm.averaged) - set(last)):
+        raise ConfigError(
+            f"{algorithm.name} declares {', '.join(missing)} as averaged, which its State does not have; it has "
+            f"{', '.join(last) or 'nothing'}. Set averaged in its ALGORITHM to some of these, or to ()."
+        )
     rounds = torch.zeros((), dtype=setup.dtype, device=setup.device)
     return State(last, {name: last[name] for name in algorithm.averaged}, rounds)
 
