@@ -24,6 +24,7 @@ from fedloom.runs.directory import RunDirectory
 from fedloom.training.asynchronous import SENT, play
 from fedloom.training.clock import Turn
 from fedloom.training.config import parse_options
+from fedloom.training.rounds import LookAhead
 from fedloom.training.simulation import Simulation
 from tiny import HAND, lines
 
@@ -99,6 +100,15 @@ def test_where_all_are_equally_fast_it_is_the_synchronous_method(method: str, tm
 @pytest.mark.parametrize("method", ["fedavg", "mh_pfedhn"])
 def test_a_clock_changes_no_bit_of_synchronous_rounds(method: str) -> None:
     assert_same_bits(trained(simulation(method))[1], trained(simulation(method, availability="always"))[1])
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    plain, ahead = (simulation("pfedhn", async_=2, engine="vectorised") for _ in range(2))
+    ahead._ahead = LookAhead(ahead)  # as on a GPU
+    one, other = trained(plain, 8), trained(ahead, 8)
+    assert_same_bits(one[1], other[1])
+    assert [record["cohort"] for record in one[0]] == [record["cohort"] for record in other[0]]
+    assert not ahead._ahead.why_not
 
 
 @pytest.mark.parametrize("engine", ["vectorised", "loopback"])
