@@ -35,6 +35,7 @@ from fedloom.serving.app import Service
 from fedloom.serving.bundle import Bundle, make_bundle
 from fedloom.serving.counters import Counters, Limiter
 from fedloom.serving.openapi import description
+from fedloom.serving.protocol import protocol
 from fedloom.serving.settings import Settings
 from fedloom.serving.tokens import Identity, identity_of, make_key, make_token, read_key
 from serving_process import process
@@ -530,6 +531,26 @@ def test_who_never_begins_with_tls_is_let_go(made, serve, authority: Path) -> No
     parts = urlsplit(at.url)
     with socket.create_connection((parts.hostname, parts.port), timeout=20) as connection:
         assert not connection.recv(1)  # asyncio's own patience is a minute
+
+
+def test_without_httptools_it_serves_alike(made, serve, monkeypatch) -> None:
+    """As the extra `serve` alone installs it."""
+    monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
+    assert "h11" in protocol(1.0).__mro__[1].__module__
+    _, path = made("pfedhn")
+    at = serve(path, timeout=0.3)
+    vector = write_tensors({"vector": torch.zeros(at.service.weaver.size)})
+    woven = b"".join(map(bytes, at.service.weaver.weave(vector, "")))
+    assert ask(at.url, "/v1/models", "POST", vector).body == woven
+    (part, *_) = at.service.card()["parts"].values()
+    whole = ask(at.url, part["url"]).body
+    assert hashlib.sha256(whole).hexdigest() == part["sha256"]
+    assert ask(at.url, part["url"], Range="bytes=5-9").body == whole[5:10]
+    assert ask(at.url, "/v1", "HEAD").body == b"" and ask(at.url, "/v1", If_None_Match="*").status == 304
+    parts = urlsplit(at.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as connection:
+        connection.sendall(b"GET /v1 HTTP/1.1\r\nhost: x\r\n")
+        assert not connection.recv(1)  # a head that never ends
 
 
 def test_a_certificate_is_not_a_name_that_a_header_can_say(made, serve) -> None:
