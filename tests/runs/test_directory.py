@@ -360,6 +360,10 @@ def test_the_advice_to_remove_a_damaged_checkpoint_works(run: RunDirectory) -> N
             "does not describe the files beside it",
         ),
         ({"layout": 3}, "does not describe the files beside it"),
+        (
+            {"layout": {"state": ["n"], "clients": ["a/b", "ü"], "groups": []}},
+            "does not describe the files beside it",
+        ),
         (None, "is damaged"),
         ("less", "is not of a fedloom checkpoint"),
     ],

@@ -60,6 +60,8 @@ def unpack(
         stack = _ordered(stacks[str(number)], group["paths"])
         for row, client in enumerate(group["clients"]):
             trees[client] = tree_map(lambda leaf, row=row: leaf[row].clone(), stack)
+    if None in trees:
+        raise ValueError("a client is in no group")
     return state, dict(zip(layout["clients"], trees, strict=True))
 
 
