@@ -61,6 +61,7 @@ def test_a_roster_of_a_later_format_is_refused() -> None:
         lambda content: content["clients"][0].pop("train"),
         lambda content: content["clients"][0].update(model=9),
         lambda content: content["models"][0].update(parameters="many"),
+        lambda content: content["clients"][0].update(train=float("inf")),
         lambda content: content["models"][0].update(name=7),
         lambda content: content.update(clients=3),
     ],

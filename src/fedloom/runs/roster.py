@@ -119,5 +119,5 @@ class Roster(NamedTuple):
                 labels = tuple(map(int, one.get("labels", ())))
                 members.append(Member(str(one["id"]), bool(one["unseen"]), name, size, samples, labels))
             return cls.of_form(content, members)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{where} is damaged: it is not the roster of a run; restore it.") from error
