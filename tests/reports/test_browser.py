@@ -46,10 +46,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for method, lift in (("fedavg", 0.0), ("pfedhn", 0.1)):
             made_run(root / "several" / f"{method}-{seed}", method=method, seed=seed, lift=lift)
     made_run(root / "hostile", clients=HOSTILE, class_names=HOSTILE[:4], dataset=HOSTILE[1], estimates=True)
+    for method, name in (("fedavg", HOSTILE[3]), ("pfedhn", HOSTILE[4])):
+        run = made_run(root / "rivals" / method, method=method, clients=HOSTILE)
+        run.write_summary({**(run.summary() or {}), "name": name})
     return {
         "one": write([one.path]),
         "several": write([root / "several"], baseline="fedavg"),
         "hostile": write([root / "hostile"]),
+        "rivals": write([root / "rivals"]),
     }
 
 

@@ -181,6 +181,18 @@ def test_numbers_that_json_does_not_know_are_null() -> None:
     assert embedded({"a": float("nan"), "b": [float("inf"), 0.123456789]}) == '{"a":null,"b":[null,0.123457]}'
 
 
+def test_a_name_does_not_turn_a_sentence_round(tmp_path: Path) -> None:
+    """ "12.5 points" must not be read as "5.21", whatever a method or a client is called."""
+    for name in ("a", "b"):
+        run = made_run(tmp_path / name, method=name, clients=["one\u202e", "two"])
+        run.write_summary({**(run.summary() or {}), "name": f"{name}\u202e\u2066"})
+    content = page([tmp_path]).as_json()
+    sentences = [content["title"], *content["verdict"], *content["warnings"], *(t["label"] for t in content["tiles"])]
+    assert not [text for text in sentences if "\u202e" in text or "\u2066" in text]
+    assert "one\u202e" in content["clients"]  # a name by itself stays as it is
+    assert "\u202e" not in html(page([tmp_path])).partition("</noscript>")[0]
+
+
 def test_halves_of_characters_are_written_as_question_marks(tmp_path: Path) -> None:
     """JSON lets them through, UTF-8 does not."""
     run = made_run(tmp_path / "run", clients=["\ud800"])

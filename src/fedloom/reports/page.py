@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +31,11 @@ DIGITS = 6
 
 SEARCHED = 500
 """Clients whose names are offered to whoever looks for one."""
+
+TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
+"""Characters that turn the direction in which what follows is read."""
+AS_THEY_ARE = ("data", "rows", "specs", "clients", "text", "png")
+"""Parts of a page that are names and numbers, or are to be copied."""
 
 Block = dict[str, Any]
 """A part of a section: a chart, a table, a picture, paragraphs, facts, code. Made by the functions below."""
@@ -74,18 +80,22 @@ class Page:
 
     def as_json(self) -> dict[str, Any]:
         """For the page's script."""
-        return {
-            "title": self.title,
-            "verdict": list(self.verdict),
-            "badges": list(self.badges),
-            "warnings": list(self.warnings),
-            "refusal": self.refusal,
-            "tiles": [vars(tile) for tile in self.tiles],
-            "sections": [{**vars(one), "blocks": [_packed(block) for block in one.blocks]} for one in self.sections],
-            "progress": self.progress,
-            "footer": self.footer,
-            "clients": list(self.clients[:SEARCHED]),
-        }
+        return _straight(
+            {
+                "title": self.title,
+                "verdict": list(self.verdict),
+                "badges": list(self.badges),
+                "warnings": list(self.warnings),
+                "refusal": self.refusal,
+                "tiles": [vars(tile) for tile in self.tiles],
+                "sections": [
+                    {**vars(one), "blocks": [_packed(block) for block in one.blocks]} for one in self.sections
+                ],
+                "progress": self.progress,
+                "footer": self.footer,
+                "clients": list(self.clients[:SEARCHED]),
+            }
+        )
 
 
 def chart_block(chart: Chart) -> Block:
@@ -101,6 +111,18 @@ def chart_block(chart: Chart) -> Block:
         "data": {name: list(column) for name, column in chart.data.items()},
         "legend": max((len(name) for v in chart.variants().values() for name in legend_of(v)), default=0),
     }
+
+
+def _straight(value: Any) -> Any:
+    """The same with sentences in one direction: what a name in one turns round would be read as another number.
+
+    Names by themselves stay as they are; each is shown in a place of its own.
+    """
+    if isinstance(value, str):
+        return TURNS.sub("", value)
+    if isinstance(value, Mapping):
+        return {name: one if name in AS_THEY_ARE else _straight(one) for name, one in value.items()}
+    return [_straight(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _packed(block: Block) -> Block:
@@ -186,7 +208,7 @@ def html(page: Page, *, live: bool = False) -> str:
 
 def plain(text: str) -> str:
     """A text from a record as text in HTML: what is no character, which JSON lets through, as a question mark."""
-    return escape(text.encode(errors="replace").decode())
+    return escape(TURNS.sub("", text).encode(errors="replace").decode())
 
 
 def embedded(content: Any) -> str:
