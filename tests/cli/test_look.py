@@ -93,6 +93,17 @@ def test_the_table_in_three_forms(cli, tmp_path: Path) -> None:
     assert rows[0][0] == "method" and rows[2][rows[0].index("difference to pFedHN")] == "baseline"
     assert cli("compare", "runs", "--latex").out.count(r"\\") == 3
     assert cli("compare", "runs", "--markdown").out.startswith("| method |")
+    made_run(tmp_path / "other", method="fedavg", partition="iid", seed=1)
+    assert "These runs are not of one federation" in cli("compare", "runs", "other", "--latex").err
+
+
+@pytest.mark.parametrize("form", ["--csv", "--latex", "--markdown", ""])
+def test_names_of_methods_give_a_terminal_no_orders(cli, tmp_path: Path, form: str) -> None:
+    for method in ("fedavg", "pfedhn"):
+        run = made_run(tmp_path / "runs" / method, method=method)
+        run.write_summary({**(run.summary() or {}), "name": f"{method}\x1b[31m\u202e"})
+    out = cli("compare", "runs", *filter(None, [form])).out
+    assert "x1b" in out and "\x1b" not in out and "\u202e" not in out
 
 
 def test_watch_prints_an_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.output import json_line, table, tell
+from fedloom.cli.output import json_line, printable, table, tell
 from fedloom.core.errors import ConfigError
 
 RunPaths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")]
@@ -106,4 +106,4 @@ def privacy(
         if sentences:
             typer.echo(f"{title}:")
         for sentence in sentences:
-            typer.echo(f"- {sentence}")
+            typer.echo(printable(f"- {sentence}"))

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fedloom.cli.output import json_line, table, tell
+from fedloom.cli.output import json_line, printable, table, tell
 
 if TYPE_CHECKING:
     from fedloom.api import Run
     from fedloom.reports.compare import Row
+    from fedloom.reports.several import Several
 
 AUTO, JSON, QUIET = "auto", "json", "quiet"
 """Names of progress displays."""
@@ -30,12 +31,8 @@ def finished(run: Run, progress: str) -> None:
 
 def comparison(paths: Sequence[Path], progress: str, baseline: str | None = None) -> None:
     """Print the comparison of runs, as a table or as JSON, and what it tells apart."""
-    from fedloom.reports.several import caveats, several
-
-    runs = several(paths, baseline)
+    runs = side_by_side(paths, baseline)
     found = runs.comparison
-    for sentence in (*found.left_out, *filter(None, [found.unlike]), *caveats(runs)):
-        tell(sentence)
     if progress == JSON:
         json_line({"comparison": [_plain(row) for row in found.rows], "verdicts": runs.verdicts()})
     elif progress == AUTO:
@@ -45,7 +42,17 @@ def comparison(paths: Sequence[Path], progress: str, baseline: str | None = None
         spread = ", mean ± standard deviation over seeds" * any(len(row.seeds) > 1 for row in found.rows)
         table(["method", "options", "seeds", *numbers], rows, title=f"test {' or '.join(metrics)}{spread}")
         for sentence in runs.verdicts():
-            typer.echo(sentence)
+            typer.echo(printable(sentence))
+
+
+def side_by_side(paths: Sequence[Path], baseline: str | None = None) -> Several:
+    """The runs; told at once is which are left out, and what keeps the others from being compared."""
+    from fedloom.reports.several import caveats, several
+
+    runs = several(paths, baseline)
+    for sentence in (*runs.comparison.left_out, *filter(None, [runs.comparison.unlike]), *caveats(runs)):
+        tell(sentence)
+    return runs
 
 
 def _who(row: Row) -> tuple[object, ...]:
@@ -69,7 +76,7 @@ def _result(summary: Mapping[str, Any]) -> None:
         rows.append(_at_round("unseen", {"round": summary["rounds"], **unseen}, "unseen", metric))
     table(["", "round", f"val {metric}", f"test {metric}", "worst 10%"], rows)
     if "reason" in unseen:
-        typer.echo(unseen["reason"])
+        typer.echo(printable(str(unseen["reason"])))
 
 
 def _at_round(label: str, found: Mapping[str, Any], clients: str, metric: str) -> tuple[object, ...]:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.look import Baseline
-from fedloom.cli.output import json_line, stoppable, table, tell
-from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished
+from fedloom.cli.output import json_line, printable, stoppable, table, tell
+from fedloom.cli.results import AUTO, JSON, QUIET, comparison, finished, side_by_side
 from fedloom.core.errors import ConfigError, RunError
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -254,10 +254,11 @@ def compare(
         raise ConfigError("Give one of --latex, --markdown, --csv and --json.")
     if latex or markdown or csv:
         from fedloom.reports import tables
-        from fedloom.reports.several import cells, several
+        from fedloom.reports.several import cells
 
         form = tables.as_latex if latex else tables.as_markdown if markdown else tables.as_csv
-        typer.echo(form(cells(several(runs, baseline))), nl=False)
+        printed = form(cells(side_by_side(runs, baseline)))
+        typer.echo("\n".join(map(printable, printed.split("\n"))), nl=False)
         return
     comparison(runs, JSON if json else AUTO, baseline)
 

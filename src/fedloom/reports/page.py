@@ -80,7 +80,7 @@ class Page:
 
     def as_json(self) -> dict[str, Any]:
         """For the page's script."""
-        return _straight(
+        found: dict[str, Any] = _straight(
             {
                 "title": self.title,
                 "verdict": list(self.verdict),
@@ -96,6 +96,7 @@ class Page:
                 "clients": list(self.clients[:SEARCHED]),
             }
         )
+        return found
 
 
 def chart_block(chart: Chart) -> Block:
