@@ -186,6 +186,15 @@ def test_methods_whose_clients_tell_more_are_refused_by_name(name: str, reason: 
         parameters(name, "vectorised", "mlp:hidden=5")
 
 
+def test_a_program_that_fails_when_it_is_tried_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(home: Any, *_: Any) -> Any:
+        return lambda params, buffers, batch: torch.nn.functional.one_hot(batch.y, 3)
+
+    monkeypatch.setattr(training, "mean_loss_of", reads)
+    with pytest.raises(NeedsError, match=r"FedAvg asks clients for train, which raised RuntimeError when it was tried"):
+        parameters("fedavg", "sequential", "mlp:hidden=5")
+
+
 def test_batch_normalisation_is_refused() -> None:
     with pytest.raises(NeedsError, match="running statistics"):
         play(algorithms.get("fedavg"), small_federation(("testnets:Normed",)), **HIDDEN)

@@ -8,6 +8,7 @@ are 0 whatever the samples are, a program must do the same on two sets of sample
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedloom.core.contract import Batch, Home, Program
-from fedloom.core.errors import NeedsError
+from fedloom.core.errors import FedloomError, NeedsError
 from fedloom.core.noised import without_data
 from fedloom.core.random import fold, normal
 from fedloom.core.trees import Tree
+
+log = logging.getLogger(__name__)
 
 SAMPLES, STEPS = 3, 2
 """Of a trial."""
@@ -37,8 +40,19 @@ def check(method: str, program: Program, home: Home, shared: Tree, mine: Tree, m
             "Choose a --model without, such as lenet, or leave the option out."
         )
     why = ""
-    with without_data() as calls:
-        one, other = (_after(program, home, shared, mine, memory, batch) for batch in _two(like, home))
+    try:
+        with without_data() as calls:
+            one, other = (_after(program, home, shared, mine, memory, batch) for batch in _two(like, home))
+    except FedloomError:
+        raise
+    except Exception as error:  # whatever is in a user's method
+        # not in the sentence, which a node tells its server: it may have something of the client's memory in it
+        log.warning(f"{program.name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        raise NeedsError(
+            f"{method} asks clients for {program.name}, which raised {type(error).__name__} when it was tried with "
+            "--sample-dp-noise: its gradient is then taken sample by sample, under vmap. Mend it, or leave the option "
+            "out."
+        ) from error
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*map(pytree.tree_leaves, (one, other)))):
         why = "computes more from a client's samples than the gradient of each step"
     elif not calls:
