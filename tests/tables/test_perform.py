@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,14 @@ def test_what_ran_is_written_down(tmp_path: Path) -> None:
     assert saved["command"] == "fedloom table recipes/tiny.yaml"
     (made,) = saved["made"]
     assert made["hardware"].startswith("CPU") and made["commit"] and made["date"] and made["torch"]
+
+
+def test_those_who_share_a_folder_write_its_results_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perform, "PAUSE", 0.01)
+    tables = [Performance(tiny(), Path("tiny.yaml"), tmp_path, device="cpu", say=lambda line: None) for _ in range(4)]
+    with ThreadPoolExecutor(len(tables)) as pool:
+        list(pool.map(lambda table: [table.collect() for _ in range(10)], tables))
+    assert (tmp_path / RESULTS).exists() and (tmp_path / TABLE).exists()
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '{"runs": [3]}', '{"runs": [{"row": "a"}]}'])

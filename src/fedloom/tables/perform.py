@@ -126,7 +126,7 @@ class Performance:
         tasks = [Task(row, views, s, chosen) for s in self.recipe.choose_seeds for chosen in row.variants()]
         if any(self._missing(task) for task in tasks):
             return []
-        found, choices = self.collect(), []
+        found, choices = self._found(), []
         for view in views:
             chosen = found.choice(view.name)
             if chosen not in choices:
@@ -168,7 +168,7 @@ class Performance:
                 raise
             return False
         release()
-        write_file(self.out / TABLE, (markdown(self.collect().cells()) + "\n").encode())
+        self.collect()
         return True
 
     def _train_and_try(self, task: Task, folder: Path) -> None:
@@ -202,7 +202,21 @@ class Performance:
         write_file(folder / MEASURED, to_json({"options": self._options(task), "runs": done}))
 
     def collect(self) -> Measured:
-        """All that was measured in the folder, also written there as one file."""
+        """All that was measured in the folder, also written there as one file and as a table."""
+        while True:
+            try:
+                with locked(self.out):  # by one process at a time: all write by way of one temporary file
+                    found = self._found()
+                    found.write(self.out / RESULTS)
+                    write_file(self.out / TABLE, (markdown(found.cells()) + "\n").encode())
+                    return found
+            except RunError as error:
+                if "is in use by" not in str(error):
+                    raise
+                time.sleep(PAUSE / 10)
+
+    def _found(self) -> Measured:
+        """All that was measured in the folder."""
         made: dict[Made, int] = {}
         runs = []
         order = {row.name: place for place, row in enumerate(self.recipe.rows)}
@@ -214,15 +228,13 @@ class Performance:
         runs.sort(key=lambda run: (order[run["row"]], json.dumps(run["chosen"], sort_keys=True), run["seed"]))
         full = self.recipe.settings(self.recipe.rows[0], None)["rounds"]
         shortened = self.rounds if self.rounds != full else None
-        found = Measured(
+        return Measured(
             self.file.name, self.recipe.title, self.recipe.columns,
             [Line(row.name, row.paper, row.board) for row in self.recipe.rows],
             self.recipe.setting, self.recipe.source, self.recipe.note,
             f"fedloom table {_shown(self.file)}" + (f" --rounds {shortened}" if shortened else ""),
             f"{shortened} of {full} rounds" if shortened else "", list(made), runs,
         )  # fmt: skip
-        found.write(self.out / RESULTS)
-        return found
 
 
 def release() -> None:
