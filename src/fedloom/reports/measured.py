@@ -185,8 +185,8 @@ class Measured:
             known = [cell for cell in found if cell is not None]
             if not known or (rows and line.name not in rows):
                 continue
-            chosen = ", ".join(f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                               for name, value in known[0].chosen.items())  # fmt: skip
+            shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in known[0].chosen.items()}
+            chosen = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
             name = f"{line.name} ({chosen})" if chosen else line.name
             paper = "" if line.paper is None else str(line.paper)
             body.append([name, *("–" if c is None else str(c) for c in found), paper, str(known[0].seeds)])
