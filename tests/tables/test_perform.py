@@ -34,7 +34,7 @@ def small(recipe: Recipe) -> Recipe:
             own["admit_rounds"] = 1
         if ":" in own.get("aggregate", ""):  # one of a cohort of three may lie
             own["aggregate"] = own["aggregate"].partition(":")[0] + ":1"
-        rows.append(replace(row, options=own, choose={k: v[:1] for k, v in row.choose.items()}))
+        rows.append(replace(row, options=own, choose={k: v[:1] for k, v in [*row.choose.items()][:1]}))
     shared = {**recipe.options, **SMALL, "clients": 6, "cohort": 3, "rounds": 2}
     if recipe.options.get("unseen"):
         shared["unseen"] = 2
