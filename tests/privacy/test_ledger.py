@@ -30,7 +30,9 @@ def test_epsilon_is_that_of_two_other_accountants(rate, noise, times, delta, exp
     assert epsilon([release(noise, 1000, 1000 * rate, times)], delta) == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("fashion-mnist", 4), ("looms-digits", 2), ("samples-digits", 3)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("cifar10", 4), ("fashion-mnist", 4), ("looms-digits", 2), ("samples-digits", 3)]
+)
 def test_recipes_name_their_rows_by_what_they_spend(name: str, rows: int) -> None:
     """Of samples, for a client with 125 of them."""
     recipe = read(Path(__file__).parents[2] / "recipes" / f"privacy-{name}.yaml")
