@@ -90,7 +90,7 @@ def replies_of(simulation: Simulation, clients: Sequence[ClientId], *, whole: bo
     for job, replies in heard:
         for client in replies:
             model, reply = server.setup.models[client], replies[client]
-            sent, delta = _named(model, config, job.shared, job.mine[client], reply)
+            sent, delta = named(model, config, job.shared, job.mine[client], reply)
             wanted = set(model.shapes) if whole else set(head_of(model))
             if job.program.batches and wanted <= set(sent) and wanted <= set(delta):
                 batches = job.schedule(client).rows
@@ -105,7 +105,7 @@ def replies_of(simulation: Simulation, clients: Sequence[ClientId], *, whole: bo
     return found
 
 
-def _named(model: Model, config: Any, shared: Tree, mine: Tree, reply: Tree) -> tuple[Params, Params]:
+def named(model: Model, config: Any, shared: Tree, mine: Tree, reply: Tree) -> tuple[Params, Params]:
     """The parameters that were sent, and their change, by name also where they travel as a vector (MH-pFedHN)."""
     if "vector" not in mine or not {"delta", "values"} & set(reply):
         return sent_params(shared, mine), reply.get("delta", {})

@@ -20,7 +20,7 @@ def audit(
         str,
         typer.Option(
             metavar="labels|idlg|invert|membership|canary",
-            help="After label shares; a sample; several samples; who was trained on; planted clients (--dp-noise).",
+            help="After label shares; a sample; several samples; who was trained on; planted clients or samples.",
         ),
     ],
     which: Which = None,

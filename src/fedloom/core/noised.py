@@ -20,6 +20,9 @@ from fedloom.core.random import Key, fold, normal
 from fedloom.core.trees import Params, leaves, tree_map
 
 _calls: ContextVar[list[int] | None] = ContextVar("calls", default=None)
+_planting: ContextVar[Callable[[Callable[..., Params]], Callable[..., Params]] | None] = ContextVar(
+    "planting", default=None
+)
 
 
 @contextmanager
@@ -36,6 +39,16 @@ def without_data() -> Iterator[list[int]]:
         _calls.reset(token)
 
 
+@contextmanager
+def with_gradients(planting: Callable[[Callable[..., Params]], Callable[..., Params]]) -> Iterator[None]:
+    """Within, the gradient of a sample is that of ``planting(of_sample)``: to see what noise leaves of one."""
+    token = _planting.set(planting)
+    try:
+        yield
+    finally:
+        _planting.reset(token)
+
+
 def hides_samples(config: Any) -> bool:
     """Whether local training with this config hides each sample."""
     return bool(getattr(config, "sample_dp_noise", 0.0))
@@ -46,9 +59,11 @@ def clipped_sum(of_sample: Callable[..., Params], samples: tuple[Tensor, ...], m
 
     A sample whose gradient is not finite adds nothing: a sum that is not finite would give it away.
     """
+    planting = _planting.get()
+    gradient = planting(of_sample) if planting else of_sample
 
     def shortened(counts: Tensor, *sample: Tensor) -> Params:
-        found = of_sample(*sample)
+        found = gradient(*sample)
         norm = torch.stack([leaf.square().sum() for _, leaf in leaves(found)]).sum().sqrt()
         scale = (clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
         counts = counts & norm.isfinite()

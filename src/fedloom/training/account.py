@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property, partial
+from typing import Any
 
 from fedloom.adaptation.calibration import Privacy
 from fedloom.adaptation.prior import NOISED_ASKS, telling
@@ -154,15 +155,10 @@ class Account:
         return steps_of(samples or 1, batches) if batches and batches.split not in TRIED else 0
 
     def _most(self, client: ClientId) -> int:
-        like = self._step(self.trainer.engine.samples_of(client))
+        like = step_of(self.config, self.trainer.engine.samples_of(client))
         if like not in self._allowed:
             self._allowed[like] = most_steps(like, self.options.max_epsilon, self.options.dp_delta)
         return self._allowed[like]
-
-    def _step(self, samples: int) -> Release:
-        """One step of a client with so many samples; 0: nobody knows, and each is taken to be in it."""
-        size = min(self.config.batch_size, samples) or 1
-        return Release(0, "", self.config.sample_dp_noise, "poisson", samples or 1, size, unit="sample")
 
     def asked(self, job: Job) -> None:
         """Clients are about to be asked, whatever for."""
@@ -192,7 +188,7 @@ class Account:
         found = []
         for samples, clients in self._by_samples(job.clients):
             steps = self._number(clients[0], job.program)
-            step = self._step(samples)
+            step = step_of(self.config, samples)
             found.append(step._replace(round=about.round, what=about.what, draw=about.draw, times=steps, who=clients))
         # a round that is done again from the seed makes nothing new public
         new = [one for one in found if one.times and one not in self._known]
@@ -241,6 +237,12 @@ class Account:
 
     def _write(self, release: Release) -> None:
         self.directory.append_to(PRIVACY, release._asdict())
+
+
+def step_of(config: Any, samples: int) -> Release:
+    """One noised step of a client with so many samples; 0: nobody knows, and each is taken to be in it."""
+    size = min(config.batch_size, samples) or 1
+    return Release(0, "", config.sample_dp_noise, "poisson", samples or 1, size, unit="sample")
 
 
 def _tell(account: weakref.ref[Account], job: Job) -> None:

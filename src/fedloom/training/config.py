@@ -56,12 +56,12 @@ def flat_config(method: str, options: RunOptions, config: Any) -> dict[str, Any]
     return {"method": method, **asdict(options), **asdict(config)}
 
 
-def algorithm_of(method: str, options: RunOptions, *, secret: bool = False) -> Algorithm:
+def algorithm_of(method: str, options: RunOptions, *, secret: bool = False, base: Algorithm | None = None) -> Algorithm:
     """The method, averaged, made private or robust, and adapted as the options say.
 
-    ``secret``: what the server draws to hide something comes from the operating system.
+    ``secret``: what the server draws to hide something comes from the operating system. ``base``: in its place.
     """
-    found = algorithms.get(method)
+    found = base or algorithms.get(method)
     if options.average:
         found = with_average(found, options.average)
     if how := client_privacy(options, secret):
