@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedloom.core.trees import PerClient, Tree
 from fedloom.engines.auto import ENGINES
 from fedloom.engines.cluster import Cluster
 from fedloom.engines.engine import AbstractEngine, Session, Stats
+from fedloom.engines.job import Means
 from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -166,26 +168,28 @@ def few(algorithm: Algorithm) -> dict[str, Any]:
 def play(
     algorithm: Algorithm,
     federation: Federation,
-    engine: str = "sequential",
+    engine: str | type[AbstractEngine] = "sequential",
     rounds: int = 2,
     cohorts: Sequence[Sequence[str]] | None = None,
     wrap: Any = None,
     server: ServerData | None = None,
+    added_up: bool = False,
     **config: Any,
 ) -> Played:
     """``rounds`` rounds with everybody or with ``cohorts``; ``wrap(ask)`` stands between method and engine.
 
-    ``server`` is what the server has of its own.
+    ``server`` is what the server has of its own. ``added_up``: replies may be, as the method declares.
     """
     small = {"local_epochs": 2, "batch_size": 4, "local_lr": 0.05, "clip": 0.5, **few(algorithm)}
     made = algorithm.config(**{**small, **config})
-    ran = ENGINES[engine](federation, algorithm, made, seed=0)
+    ran = (ENGINES[engine] if isinstance(engine, str) else engine)(federation, algorithm, made, seed=0)
+    means = Means(algorithm.means, algorithm.mean_weight) if added_up else None
     setup = setup_of(federation, made, rounds=rounds, server=server)
     state, memory, stats, diagnostics = algorithm.init(setup), Memories(), None, []
     for number in range(1, rounds + 1):
         clients = cohorts[number - 1] if cohorts else federation.participants
         session = ran.session(number, memory)
-        ask = wrap(session.ask) if wrap else session.ask
+        ask = wrap(session.ask) if wrap else partial(session.ask, means=means)
         state, found = algorithm.round(setup, state, Cohort(number, tuple(clients)), ask)
         memory, stats = session.memory, session.stats
         diagnostics.append(found)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -216,10 +217,14 @@ def test_every_benchmark_imports_what_there_is(name: str) -> None:
 @pytest.mark.slow
 def test_actors(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Clients in Ray's processes: what they cost, and what happens when one of them dies."""
-    monkeypatch.setattr(benchmark, "CLIENTS", 10)
-    run_main(benchmark, monkeypatch, "--rounds", 2, "--steps", 200, "--kill")
+    run_main(benchmark, monkeypatch, "--rounds", 2, "--steps", 200, "--clients", 20, "--kill")
     out = capsys.readouterr().out
-    assert "the bits are the same: True" in out and ", 0 clients are dropped" in out
+    assert out.count(": True") == 2 and ", 0 clients are dropped" in out
+    added, singly = (
+        re.search(rf"^{name} .* ([0-9.]+) MB come back", out, re.M)
+        for name in ("ray, 2 actors ", "ray, 2 actors, singly")
+    )
+    assert 5 * float(added[1]) < float(singly[1])
 
 
 def test_asynchronous(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +29,11 @@ from fedloom.data.mapped import opened
 from fedloom.engines import cluster as clusters
 from fedloom.engines import sweep, workers
 from fedloom.engines.cluster import Actor, Cluster
-from fedloom.engines.job import Job
+from fedloom.engines.job import Outcome
 from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import ParallelVectorised
-from fedloom.engines.ray import Host, Ray, cost
+from fedloom.engines.ray import Host, Load, Ray, cost
 from fedloom.engines.vectorised import Vectorised
 from fedloom.runs.options import RunOptions
 
@@ -109,9 +110,9 @@ def killed_at(
     """Kill the process that begins with a client, so often; those killed."""
     original, killed = Ray._begin, []
 
-    def begin(self: Ray, actor: Actor, job: Job, shared: object) -> object:
-        answer = original(self, actor, job, shared)
-        if client in job.clients and len(killed) < times:
+    def begin(self: Ray, actor: Actor, load: Load, shared: object) -> object:
+        answer = original(self, actor, load, shared)
+        if client in load.job.clients and len(killed) < times:
             os.kill(actor.process, how)
             killed.append(actor.process)
         return answer
@@ -129,6 +130,58 @@ def test_clients_of_a_process_that_dies_are_asked_again(in_pairs: None, monkeypa
     assert played.engine.notes == [f"process {killed[0]} of Ray's ended; its clients were asked again"]
     for name, value in straight.state.params.items():
         torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
+
+
+def came_back(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The clients of each sum that comes to this process."""
+    original, found = Ray._read, []
+
+    def read(self: Ray, result: Any) -> Outcome:
+        outcome = original(self, result)
+        if outcome.total is not None:
+            found.append(list(outcome.replies))
+        return outcome
+
+    monkeypatch.setattr(Ray, "_read", read)
+    return found
+
+
+@pytest.mark.parametrize(("models", "engine"), [(DENSE, "parallel_vectorised"), (CONVOLVED, "parallel")])
+def test_sums_have_the_same_bits_for_any_number_of_actors(
+    models: tuple[str, ...], engine: str, in_pairs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine clients, of which blocks of two parts are added up, and of whom one cannot be used."""
+    monkeypatch.setattr("fedloom.engines.ray.SUMS", 3)
+    federation = small_federation(models[:1], sizes=(9, 4, 13, 7, 5, 6, 8, 3, 10))
+    federation.x[federation.roster["8"].rows["train"]] = float("nan")
+    here, sums = play(FEDAVG, federation, engine), came_back(monkeypatch)
+    found = []
+    for number in (1, 2, 3):
+        sums.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Cluster, "number", lambda *_, number=number: number)
+            played = play(FEDAVG, federation, "ray", added_up=True)
+        assert len(played.engine.actors()) == number
+        assert played.stats.dropped == here.stats.dropped and played.stats.up == here.stats.up
+        assert "FedAvg needs only a mean of replies: they are added up where clients run" in played.engine.notes
+        assert len(sums) == 4 and max(map(len, sums)) > 2  # two of three blocks, in two rounds
+        found.append(everything(played))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+    torch.testing.assert_close(found[0], everything(here), rtol=0, atol=1e-12)
+
+
+def test_a_sum_whose_process_dies_is_made_of_its_clients_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client at a time gives the same replies whoever asks, so that not a bit is another."""
+    monkeypatch.setattr("fedloom.engines.ray.SUMS", 2)
+    federation, sums = small_federation(CONVOLVED[:1]), came_back(monkeypatch)
+    straight = play(FEDAVG, federation, "ray", rounds=2, added_up=True)
+    assert sorted(sums) == [["0", "1"], ["0", "1"], ["2", "3", "4"], ["2", "3", "4"]]
+    sums.clear()
+    killed = killed_at(monkeypatch, "3", 1)
+    played = play(FEDAVG, federation, "ray", rounds=2, added_up=True)
+    assert killed and not played.stats.dropped
+    assert sorted(sums) == [["0", "1"], ["0", "1"], ["2", "3", "4"]]  # of the others each client came by itself
+    assert same(everything(straight), everything(played))
 
 
 @pytest.mark.slow
@@ -184,9 +237,9 @@ def test_on_gpus_large_groups_come_first_and_an_architecture_stays_where_it_was(
     began: list[tuple[int, str, int]] = []
     original = Ray._begin
 
-    def begin(self: Ray, actor: Actor, job: Job, shared: object) -> object:
-        began.append((actor.process, str(job.spec), cost(job)))
-        return original(self, actor, job, shared)
+    def begin(self: Ray, actor: Actor, load: Load, shared: object) -> object:
+        began.append((actor.process, str(load.job.spec), cost(load.job)))
+        return original(self, actor, load, shared)
 
     monkeypatch.setattr(Ray, "_begin", begin)
     pfedhn = algorithms.get("pfedhn")

@@ -77,6 +77,46 @@ def test_looking_ahead_changes_nothing(method: str) -> None:
     assert looks_ahead(ahead)
 
 
+ALONE: list[dict[str, Any]] = [
+    {"dp_clip": 1.0, "dp_noise": 0.5},
+    {"aggregate": "median"},
+    {"malicious": 0.5, "attack": "scale"},
+    {"max_weight": 1.5},
+    {"async_": 2},
+]
+"""What looks at single replies."""
+
+
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: next(iter(options)))
+def test_whoever_looks_at_single_replies_gets_them(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may add replies up for the method alone; if it did here, the bits would be others."""
+    usual, added = (simulation("fedavg", ahead=False, **options) for _ in range(2))
+    records = [without_seconds(usual.train_round()) for _ in range(3)]
+    monkeypatch.setattr(Vectorised, "adds_up", True)
+    assert records == [without_seconds(added.train_round()) for _ in range(3)]
+    assert_same(usual, added)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_method_that_needs_only_means_gets_one(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, added = (simulation("fedavg", ahead=ahead) for _ in range(2))
+    for _ in range(3):
+        usual.train_round()
+    original, heard = Session.ask, []
+
+    def ask(self: Session, *asked: Any, **how: Any) -> Any:
+        heard.append(original(self, *asked, **how))
+        return heard[-1]
+
+    monkeypatch.setattr(Session, "ask", ask)
+    monkeypatch.setattr(Vectorised, "adds_up", True)
+    for _ in range(3):
+        added.train_round()
+    assert {len(replies) for replies in heard} == {1}
+    for name, leaf in everything(usual).items():
+        torch.testing.assert_close(everything(added)[name], leaf, rtol=0, atol=1e-6)
+
+
 def test_the_next_round_is_begun_but_not_past_an_evaluation_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     built = simulation("fedavg", ahead=True)
     begun: list[Any] = []

@@ -140,5 +140,11 @@ CITATION = """@inproceedings{fallah2020perfedavg,
   booktitle={NeurIPS}, year={2020}}"""
 
 ALGORITHM = replace(
-    fedavg_ft.ALGORITHM, name="Per-FedAvg", citation=CITATION, config=Config, round=round, programs=programs
+    fedavg_ft.ALGORITHM,
+    name="Per-FedAvg",
+    citation=CITATION,
+    config=Config,
+    round=round,
+    mean_weight=None,
+    programs=programs,
 )

@@ -150,6 +150,7 @@ ALGORITHM = replace(
     citation=CITATION,
     config=Config,
     round=round,
+    mean_weight=None,
     first_memory=personal.first_memory,
     client_deploy=personal.deploy,
     programs=programs,

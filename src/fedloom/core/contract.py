@@ -581,6 +581,8 @@ class Algorithm(Structural):
     means: tuple[str, ...] = ()
     """The branches of replies of which the server uses the weighted mean over clients and nothing else; empty: it needs
     single replies. Such a method asks once a round (``--dp-noise``)."""
+    mean_weight: str | None = "num_samples"
+    """The number in a reply by which its client counts in these means; None: all count the same."""
     one_step: Callable[[Any], bool] | None = None
     """By config, whether a round is one step of the loom on the mean of the clients' gradients of it, for which
     ``Setup.combine`` can stand (``--aggregate``), and nothing else of their replies goes into what clients share."""

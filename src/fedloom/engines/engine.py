@@ -12,7 +12,7 @@ import abc
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,10 @@ from fedloom.core.random import key, seed_of
 from fedloom.core.trees import ClientId, PerClient, Tree, faults, leaves, num_bytes, signature, tree_map
 from fedloom.engines.acceptance import NOT_FINITE, SPOILT, finite, refusals
 from fedloom.engines.allocator import keep_freed_memory
-from fedloom.engines.job import ClientFault, Dropped, Job, Moment, Outcome
+from fedloom.engines.job import ClientFault, Dropped, Job, Means, Moment, Outcome
 from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
+from fedloom.engines.sums import Block, can_be_added, mean_of
 from fedloom.privacy.sample_level import check
 
 Part = tuple[Sequence[ClientId], Tree]
@@ -68,6 +69,9 @@ class AbstractEngine(abc.ABC):
     """Clients of a federation, and a way to have them run a program."""
 
     name: str
+
+    adds_up = False
+    """Replies of a job of means come added up, an outcome at a time."""
 
     def __init__(
         self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
@@ -171,8 +175,14 @@ class Session:
         self._rounds_left, self.trusting, self._secret_noise, self.asks = rounds_left, trusting, secret_noise, asks
         self._before_ask = before_ask
 
-    def ask(self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
-        """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order."""
+    def ask(
+        self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree], means: Means | None = None
+    ) -> PerClient:
+        """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order.
+
+        ``means``: whoever asks uses the mean of these branches of replies and nothing else. Where the engine adds
+        replies up, and they have no others, one reply then stands for all.
+        """
         mine = PerClient.of(mine)
         wrong = faults(shared, "shared") + [f for _, tree in mine.groups for f in faults(tree, "mine")]
         if wrong:
@@ -186,7 +196,10 @@ class Session:
         for clients, tree in mine.groups:
             stats.down.update(dict.fromkeys(clients, common + num_bytes(tree) // len(clients)))
         usable: list[Part] = []
+        blocks: list[Block] = []
         job = self.job(program, shared, mine)
+        if means and self.engine.adds_up and can_be_added(means, program.expects(shared, mine[job.clients[0]])):
+            job = replace(job, means=means)
         if job.hides_samples:
             self.engine.check_hidden(job)
         if self._before_ask:
@@ -194,10 +207,16 @@ class Session:
         for outcome in self.engine.answer(job):
             stats.dropped += outcome.dropped
             stats.seconds.update(outcome.seconds)
-            usable += self._accept(program, shared, mine, outcome)
+            if outcome.total is not None:
+                blocks.append(self._accept_total(program, outcome, outcome.total))
+            elif job.means:
+                accepted = merged(self._accept(program, shared, mine, outcome), self.federation)
+                blocks += [Block.of(job.means, *group) for group in accepted.groups]
+            else:
+                usable += self._accept(program, shared, mine, outcome)
         stats.last_answer = time.perf_counter()
         stats.asking += stats.last_answer - start
-        replies = merged(usable, self.federation)
+        replies = mean_of(job.means, blocks) if job.means else merged(usable, self.federation)
         self.engine.check_enough(self, program, len(mine), replies)
         return replies
 
@@ -244,6 +263,17 @@ class Session:
                 told.update({"masked": outcome.masked * len(good)} if outcome.masked else branches)
         return usable
 
+    def _accept_total(self, program: Program, outcome: Outcome, total: Tree) -> Block:
+        """Keep what was added up, and the memory that goes with it: it was looked at where it was added up."""
+        ((clients, told),) = outcome.replies.groups
+        of_one = {name: num_bytes({name: branch}) for name, branch in total.items()}
+        of_all = {name: leaf.numel() * leaf.element_size() for name, leaf in told.items()}
+        self.stats.up.update(dict.fromkeys(clients, sum(of_one.values()) + num_bytes(told) // len(clients)))
+        heard = self.stats.told.setdefault(program.name, Counter())
+        heard.update({**{name: size * len(clients) for name, size in of_one.items()}, **of_all})
+        self.memory.update((client, outcome.memories[client]) for client in clients)
+        return Block(clients, told, total)
+
     @property
     def stage_name(self) -> str:
         """For people."""
@@ -272,6 +302,16 @@ def merged(parts: list[Part], federation: Federation) -> PerClient:
             members, tree = [members[row] for row in order], tree_map(lambda leaf, order=order: leaf[order], tree)
         found.append((members, tree))
     return PerClient(found)
+
+
+def joined(outcomes: Sequence[Outcome], federation: Federation) -> Outcome:
+    """The outcomes of parts of a job as one, with stacks in the roster's order."""
+    return Outcome(
+        merged([group for outcome in outcomes for group in outcome.replies.groups], federation),
+        merged([group for outcome in outcomes for group in outcome.memories.groups], federation),
+        [one for outcome in outcomes for one in outcome.dropped],
+        {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()},
+    )
 
 
 class AbstractLocalEngine(AbstractEngine):

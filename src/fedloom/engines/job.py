@@ -57,6 +57,8 @@ class Job:
     """Noise for privacy comes from the operating system, not from the seed, which others may know."""
     drawn: list[int] | None = None
     """Gets the size of each draw of such noise, if there is one."""
+    means: Means | None = None
+    """Of what in the replies nothing but a mean is used, so that they may come added up."""
 
     @property
     def spec(self) -> Hashable:
@@ -107,6 +109,14 @@ class Job:
         return (self.moment.seed, self.moment.stage, client, self.moment.ask)
 
 
+class Means(NamedTuple):
+    """Branches of replies of which nothing but the mean over clients is used."""
+
+    branches: tuple[str, ...]
+    weight: str | None
+    """The number in a reply by which its client counts; None: all count the same."""
+
+
 class Dropped(NamedTuple):
     """A client whose reply was not used, and why."""
 
@@ -126,6 +136,8 @@ class Outcome:
     """How long each client took, where that is known: not of clients that run as one stack."""
     masked: int = 0
     """Bytes of a reply as it came, where replies came under masks and these were made of their sum; else 0."""
+    total: Tree | None = None
+    """The weighted sum of the branches of ``Job.means``, which ``replies`` are then without: of these clients alone."""
 
 
 class ClientFault(Exception):

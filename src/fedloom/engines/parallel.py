@@ -21,7 +21,7 @@ import torch
 from fedloom.clients.federation import Federation
 from fedloom.core.contract import Algorithm, Program
 from fedloom.core.trees import ClientId, PerClient, Tree, stack
-from fedloom.engines.engine import AbstractLocalEngine, merged
+from fedloom.engines.engine import AbstractLocalEngine, joined
 from fedloom.engines.job import Dropped, Job, Moment, Outcome
 from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
@@ -82,12 +82,7 @@ class AbstractParallel(AbstractLocalEngine):
         else:
             outcomes = [outcome for part in parts for outcome in self.inner.attempt(part)]
         self._take_notes(self.inner.notes)
-        return Outcome(
-            merged([group for outcome in outcomes for group in outcome.replies.groups], job.federation),
-            merged([group for outcome in outcomes for group in outcome.memories.groups], job.federation),
-            [one for outcome in outcomes for one in outcome.dropped],
-            {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()},
-        )
+        return joined(outcomes, job.federation)
 
     def divided(self, job: Job) -> list[Job]:
         """The parts of a group."""

@@ -7,7 +7,8 @@ number of actors, and results are those of the engine that ``auto`` chooses. On 
 Data, models, programs and the trees that all clients share go through Ray's object store, once to each machine; an
 actor keeps what it got last. Samples on disk stay there, and an actor reads those of its clients. With a part goes what
 is its clients' own: the rows of their samples, what they are sent and what they remember. The roster goes nowhere, so
-that an ask costs what its clients cost.
+that an ask costs what its clients cost. Where the server needs only a mean of replies, one tree comes back for each
+part, which is then several of those (``engines.sums``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, pairwise
+from dataclasses import replace
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,16 +36,20 @@ from fedloom.core.trees import ClientId, PerClient, Tree, stack, tree_map
 from fedloom.data.mapped import opened
 from fedloom.engines import packed, workers
 from fedloom.engines.cluster import Actor, Cluster, first_line
-from fedloom.engines.engine import AbstractEngine, AbstractLocalEngine, groups
-from fedloom.engines.job import Dropped, Job, Moment, Outcome
+from fedloom.engines.engine import AbstractEngine, AbstractLocalEngine, groups, joined
+from fedloom.engines.job import Dropped, Job, Means, Moment, Outcome
 from fedloom.engines.machine import Machine
-from fedloom.engines.parallel import AbstractParallel, Parallel, ParallelVectorised, received, sent
+from fedloom.engines.parallel import MANY, AbstractParallel, Parallel, ParallelVectorised, received, sent
 from fedloom.engines.sequential import Sequential
+from fedloom.engines.sums import added_up
 from fedloom.engines.vectorised import Vectorised
 from fedloom.engines.workers import Lost, cores, cpu_time
 
 MOST = {"engine": 4, "program": 8, "model": 64, "tensor": 4, "file": 4, "shared": 1}
 """How many of a kind of thing an actor keeps: those used last."""
+
+SUMS = 32
+"""So many sums or fewer come of a group, unless one would be of more than ``MANY`` clients."""
 
 Packed = tuple[list[packed.Place], np.ndarray]
 """A tree as it travels."""
@@ -67,15 +73,32 @@ class Part(NamedTuple):
     y: Thing
     shared: Thing
     rows: dict[ClientId, Mapping[str, np.ndarray]]
+    sizes: tuple[int, ...]
+    """How many clients run at once: so many, then so many of the others."""
     moment: Moment
     rounds_left: int
     secret_noise: bool
+    means: Means | None
+
+
+class Load(NamedTuple):
+    """What an actor gets at once: clients of one architecture, and how many of them run at once, as in ``Part``."""
+
+    job: Job
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Job]) -> Load:
+        """Parts of a group, one after another."""
+        clients = [client for part in parts for client in part.clients]
+        return cls(parts[0].of(clients), tuple(len(part.clients) for part in parts))
 
 
 class Ray(AbstractEngine):
     """Parts of a cohort in Ray's actors."""
 
     name = "ray"
+    adds_up = True
 
     def __init__(
         self, federation: Federation, algorithm: Algorithm, config: Any, seed: int, machine: Machine | None = None
@@ -109,7 +132,9 @@ class Ray(AbstractEngine):
 
     def answer(self, job: Job) -> Iterable[Outcome]:
         """As ``AbstractEngine.answer``: the parts of all groups side by side, the largest first."""
-        parts = dict(enumerate(self.parts(groups(job))))
+        parts = dict(enumerate(self.loads(job)))
+        if job.means:
+            self.note(f"{self.algorithm.name} needs only a mean of replies: they are added up where clients run")
         found: dict[int, list[Outcome]] = {}
         lost: dict[int, Lost] = {}
         # what is put into the object store stays there as long as it is referred to
@@ -120,8 +145,8 @@ class Ray(AbstractEngine):
             else:
                 found[number] = [result]
         # clients whose actor is lost are asked once more, one by one, then dropped
-        alone = [(number, client) for number in lost for client in parts[number].clients]
-        again = {at: parts[number].of([client]) for at, (number, client) in enumerate(alone)}
+        alone = [(number, client) for number in lost for client in parts[number].job.clients]
+        again = {at: Load.of([parts[number].job.of([client])]) for at, (number, client) in enumerate(alone)}
         for at, result in self._run(again, shared):
             number, client = alone[at]
             if isinstance(result, Lost):
@@ -129,7 +154,7 @@ class Ray(AbstractEngine):
                 result = Outcome(nothing, nothing, [Dropped(client, job.program.name, result.why)])
             found.setdefault(number, []).append(result)
         # in the order of parts, so that no sum depends on who was done first
-        return [outcome for number in parts for outcome in found[number]]
+        return [one[0] if len(one) == 1 else joined(one, job.federation) for _, one in sorted(found.items())]
 
     def check_hidden(self, job: Job) -> None:
         """As ``AbstractEngine.check_hidden``, by the engine that actors run, in this process."""
@@ -139,10 +164,15 @@ class Ray(AbstractEngine):
         """The processes that clients run in, started when they are first needed."""
         return self._cluster.actors(Host, self._device, self._number, self._gpus)
 
-    def parts(self, groups: Sequence[Job]) -> list[Job]:
-        """The groups as they are divided."""
+    def loads(self, job: Job) -> list[Load]:
+        """The job as it is divided."""
         if isinstance(self._local, AbstractParallel):
-            return [part for group in groups for part in self._local.divided(group)]
+            divided = map(self._local.divided, groups(job))
+            return [load for parts in divided for load in (blocks(parts) if job.means else map(Load.of, zip(parts)))]
+        return [Load.of([part]) for part in self._parts(groups(job))]
+
+    def _parts(self, groups: Sequence[Job]) -> list[Job]:
+        """The groups as GPUs get them."""
         # each actor compiles the architectures that it gets, so that a group goes to no more than have time for it
         share = max(1, sum(map(cost, groups)) / self._number)
         found = []
@@ -152,11 +182,11 @@ class Ray(AbstractEngine):
             found += [group.of(group.clients[start:stop]) for start, stop in pairwise(cuts)]
         return found
 
-    def _run(self, parts: Mapping[int, Job], shared: Thing) -> Iterator[tuple[int, Outcome | Lost]]:
+    def _run(self, parts: Mapping[int, Load], shared: Thing) -> Iterator[tuple[int, Outcome | Lost]]:
         """Each part's outcome as it comes. If the caller stops in between, by whatever exception, the actors end."""
         if not parts:
             return
-        cluster, waiting = self._cluster, sorted(parts, key=lambda number: -cost(parts[number]))
+        cluster, waiting = self._cluster, sorted(parts, key=lambda number: -cost(parts[number].job))
         actors = self.actors()
         at: dict[Any, tuple[Actor, int]] = {}
 
@@ -189,12 +219,12 @@ class Ray(AbstractEngine):
                 self.note(f"process {process} of Ray's stood still for {workers.STILL_SECONDS} seconds and was ended")
                 os.kill(process, signal.SIGKILL)
 
-    def _dealt(self, idle: list[Actor], waiting: list[int], parts: Mapping[int, Job]) -> Iterator[tuple[Actor, int]]:
+    def _dealt(self, idle: list[Actor], waiting: list[int], parts: Mapping[int, Load]) -> Iterator[tuple[Actor, int]]:
         """Who does what: first the largest part of a kind that an actor has run before, else the largest."""
         for familiar in (True, False):
             for actor in list(idle):
                 known = self._known.setdefault((actor.node, actor.process), set())
-                kinds = {number: (parts[number].program, parts[number].spec) for number in waiting}
+                kinds = {number: (parts[number].job.program, parts[number].job.spec) for number in waiting}
                 number = next((number for number in waiting if not familiar or kinds[number] in known), None)
                 if number is not None:
                     known.add(kinds[number])
@@ -202,8 +232,9 @@ class Ray(AbstractEngine):
                     idle.remove(actor)
                     yield actor, number
 
-    def _begin(self, actor: Actor, job: Job, shared: Thing) -> Any:
+    def _begin(self, actor: Actor, load: Load, shared: Thing) -> Any:
         """Have an actor run a part; Ray's reference to the answer."""
+        job = load.job
         federation, clients = job.federation, job.clients
         roster, task = federation.roster, federation.task
         engine = (self._inner, self.algorithm, self.config, self.seed, self.machine)
@@ -216,9 +247,11 @@ class Ray(AbstractEngine):
             self._thing("tensor", (id(y), y._version), y, lambda: _pack({"data": y})),
             shared,
             {client: roster[client].rows for client in clients},
+            load.sizes,
             job.moment,
             job.rounds_left,
             job.secret_noise,
+            job.means,
         )
         memory = stack([job.memories[client] for client in clients])
         return actor.handle.work.remote(part, _pack({"mine": job.mine.pick(clients), "memory": memory}))
@@ -265,7 +298,8 @@ class Ray(AbstractEngine):
             self.note(text)
         device = self.federation.device
         tree = tree_map(lambda leaf: leaf.to(device), packed.taken(where, _bytes(memory)))
-        return received(members, tree, [Dropped(*fields) for fields in dropped], seconds)
+        found = received(members, tree, [Dropped(*fields) for fields in dropped], seconds)
+        return replace(found, total=tree.get("total"))
 
 
 class Host:
@@ -297,15 +331,20 @@ class Host:
         job = Job(
             self._get(part.program), clients, shared, PerClient([(clients, tree["mine"])]),
             {client: remembered[client] for client in clients}, federation, engine.config, Moment(*part.moment),
-            part.rounds_left, part.secret_noise,
+            part.rounds_left, part.secret_noise, means=part.means,
         )  # fmt: skip
         engine.machine.take_over(x.device)
         engine.notes.clear()
-        outcomes = list(engine.attempt(job))
+        stops = list(accumulate(part.sizes, initial=0))
+        outcomes = [one for start, stop in pairwise(stops) for one in engine.attempt(job.of(clients[start:stop]))]
+        total: Tree = {}
+        if part.means:
+            outcomes = [added_up(job, joined(outcomes, federation))]
+            total = {"total": outcomes[0].total} if outcomes[0].total else {}
         members, stacks = sent(outcomes)
         dropped = [tuple(one) for outcome in outcomes for one in outcome.dropped]
         seconds = {client: taken for outcome in outcomes for client, taken in outcome.seconds.items()}
-        return (members, dropped, seconds, list(engine.notes)), _pack(stacks)
+        return (members, dropped, seconds, list(engine.notes)), _pack({**stacks, **total})
 
     def _get(self, thing: Thing, *about: Any) -> Any:
         """A thing as it is used here: kept, or from the object store."""
@@ -331,6 +370,14 @@ class Host:
 
     def _here(self, tree: Tree) -> Any:
         return tree_map(lambda leaf: leaf.to(self._device), tree)
+
+
+def blocks(parts: Sequence[Job]) -> Iterator[Load]:
+    """Parts of a group, several together where their replies are added up: as the number of clients has it."""
+    clients = sum(len(part.clients) for part in parts)
+    number = min(len(parts), -(-clients // min(MANY, -(-clients // SUMS))))
+    cuts = [len(parts) * i // number for i in range(number + 1)]
+    return (Load.of(parts[start:stop]) for start, stop in pairwise(cuts))
 
 
 def cost(job: Job) -> float:

@@ -81,10 +81,11 @@ def run_round(
     number, setup = start.round + 1, server.setup
     since = time.perf_counter()
     size = float(server.options.cohort) if server.options.sampling == "poisson" else 0.0
-    play = server.algorithm.round
-    if turn and turn.staleness:
-        play = partial(asynchronous.play, server.algorithm, turn, session)
-    state, diagnostics = play(setup, start.state, Cohort(number, cohort, size), session.ask)
+    play, means = server.algorithm.round, server.means
+    if turn and turn.staleness:  # by which each reply counts
+        play, means = partial(asynchronous.play, server.algorithm, turn, session), None
+    ask = partial(session.ask, means=means)
+    state, diagnostics = play(setup, start.state, Cohort(number, cohort, size), ask)
     if turn:
         diagnostics = {**diagnostics, "clock": turn.time}
         session.stats.dropped += [Dropped(client, "a round", "went away before it was done") for client in turn.left]

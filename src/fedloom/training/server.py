@@ -24,6 +24,7 @@ from fedloom.core.task import CLASSIFICATION, MULTILABEL, REGRESSION, SEQUENCE, 
 from fedloom.core.trees import ClientId, Params, Tree, flatten, num_bytes
 from fedloom.core.trust import check as check_trust
 from fedloom.engines.engine import Session
+from fedloom.engines.job import Means
 from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.size_only import SizeOnly, SizeSpec
@@ -121,6 +122,12 @@ class Server:
     def state(self) -> Any:
         """The method's state."""
         return self.now.state
+
+    @property
+    def means(self) -> Means | None:
+        """What the method uses of replies, where that is a mean, and nothing stands between it and its clients."""
+        own = algorithms.get(self.method)
+        return Means(own.means, own.mean_weight) if own.means and self.algorithm.round is own.round else None
 
     @property
     def round(self) -> int:
