@@ -34,6 +34,7 @@ from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, 
 from fedloom.core.training import Training, begin, gradient, remember, train_step
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.programs import local, personal
+from fedloom.programs.allowed import of_participants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,6 @@ def client_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> dict[st
     return personal.kept_or({**own, "params": mixed(memory["alpha"], own["params"], model["params"])}, model)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer uses the global model, and only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@article{deng2020apfl,
   title={Adaptive Personalized Federated Learning},
   author={Deng, Yuyang and Kamani, Mohammad Mahdi and Mahdavi, Mehrdad},
@@ -130,6 +126,6 @@ ALGORITHM = replace(
     round=round,
     first_memory=first_memory,
     client_deploy=client_deploy,
-    programs=programs,
+    programs=of_participants(training),
     carries_prior=True,
 )

@@ -37,13 +37,14 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Cohort, Diagnostics, Home, Model, Program, Sent, Setup
+from fedloom.core.contract import Ask, Cohort, Diagnostics, Home, Program, Sent, Setup
 from fedloom.core.device import to_device
 from fedloom.core.errors import ConfigError
 from fedloom.core.random import seed_of, stream
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, report
 from fedloom.core.trees import ClientId, PerClient, Tree, stack, tree_map
 from fedloom.models.load import PredictorModule
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.local import local_training
 
 
@@ -155,11 +156,6 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return send(setup, state, newcomers.clients)
 
 
-def programs(config: Any, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer is asked nothing."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@article{shi2021fedensemble,
   title={Fed-ensemble: Improving Generalization through Model Ensembling in Federated Learning},
   author={Shi, Naichen and Lai, Fan and Al Kontar, Raed and Chowdhury, Mosharaf},
@@ -178,7 +174,7 @@ ALGORITHM = replace(
     means=(),
     predict=predict,
     module=partial(PredictorModule.of, predict),
-    programs=programs,
+    programs=of_participants(training),
     admit=admit,
     cohort=10,  # the authors' code: 10 clients, all of them
 )

@@ -34,6 +34,7 @@ from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, 
 from fedloom.core.training import Training, gradient
 from fedloom.core.trees import Params, Tree, chosen
 from fedloom.programs import local, personal
+from fedloom.programs.allowed import of_participants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +131,6 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     return reply, {**after, "personal": personal.keep(carry.training, memory["personal"]), "weights": carry.weights}
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer uses the global model, and only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@inproceedings{zhang2023fedala,
   title={{FedALA}: Adaptive Local Aggregation for Personalized Federated Learning},
   author={Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and Guan, Haibing},
@@ -149,6 +145,6 @@ ALGORITHM = replace(
     round=round,
     first_memory=first_memory,
     client_deploy=personal.deploy,
-    programs=programs,
+    programs=of_participants(training),
     carries_prior=True,
 )

@@ -52,6 +52,7 @@ from fedloom.core.device import to_device
 from fedloom.core.rows import for_everybody, mean_row, with_rows
 from fedloom.core.training import LocalConfig, Training, begin, like_report, pulled, remember, report, train_step
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, leaves, tree_map
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.statistics import settle_statistics
 
 
@@ -170,11 +171,6 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, Sent({"params": mean}, PerClient.empty(newcomers.clients)), ask)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 def for_participants(setup: Setup[Any], state: State) -> State:
     """Nothing: clients have their models."""
     return State({})
@@ -202,7 +198,7 @@ ALGORITHM = Algorithm(
     round=round,
     first_memory=first_memory,
     client_deploy=client_deploy,
-    programs=programs,
+    programs=of_participants(training),
     admit=admit,
     admit_labels=False,
     handover=Handover(for_participants, for_newcomers),

@@ -51,6 +51,7 @@ from fedloom.core.random import stream
 from fedloom.core.training import LocalConfig, Training
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 from fedloom.programs import local
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.ensemble import distilling, divergence
 from fedloom.programs.server_steps import answers, server_steps
 
@@ -205,11 +206,6 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return send(setup, state, newcomers.clients)
 
 
-def programs(config: Any, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer does nothing."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@inproceedings{lin2020feddf,
   title={Ensemble Distillation for Robust Model Fusion in Federated Learning},
   author={Lin, Tao and Kong, Lingjing and Stich, Sebastian U. and Jaggi, Martin},
@@ -224,7 +220,7 @@ ALGORITHM = Algorithm(
     init=init,
     send=send,
     round=round,
-    programs=programs,
+    programs=of_participants(training),
     admit=admit,
     admit_labels=False,
     carries_prior=False,

@@ -36,6 +36,7 @@ from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Handover, Hom
 from fedloom.core.training import Training, train_step
 from fedloom.core.trees import Params, Tree, tree_map
 from fedloom.programs import local
+from fedloom.programs.allowed import of_participants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +118,6 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     return reply, {**after, "gradient": gradient}
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 def for_use(setup: Setup[Config], state: State) -> State:
     """The global model alone."""
     return state._replace(drift={})
@@ -144,5 +140,5 @@ ALGORITHM = replace(
     handover=Handover(for_use, for_use),
     means=(),
     first_memory=first_memory,
-    programs=programs,
+    programs=of_participants(training),
 )

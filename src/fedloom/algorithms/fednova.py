@@ -31,11 +31,12 @@ from torch import Tensor
 from fedloom.algorithms import fedavg
 from fedloom.core.aggregate import mean_loss, weighted_mean
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Program, Setup
 from fedloom.core.errors import ConfigError
 from fedloom.core.training import Training
 from fedloom.core.trees import Tree, tree_map
 from fedloom.programs import local
+from fedloom.programs.allowed import of_participants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,6 @@ def expects(shared: Tree, mine: Tree) -> Tree:
     return {**local.expects(shared, mine), "effective_steps": torch.empty(())}
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 def notes(setup: Setup[Config]) -> list[str]:
     """With steps there is nothing to count."""
     return [] if setup.config.local_epochs else ["this is FedAvg: all clients take as many steps; give --local-epochs"]
@@ -127,6 +123,6 @@ ALGORITHM = replace(
     config=Config,
     round=round,
     means=(),
-    programs=programs,
+    programs=of_participants(training),
     notes=notes,
 )

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 
 from fedloom.algorithms import fedavg
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Program, Setup
 from fedloom.core.training import Training, pulled, train_step
 from fedloom.core.trees import Tree
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.local import local_training
 
 
@@ -51,15 +52,17 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     return train_step(home, carry, batch, correction=pulled(carry.params, carry.start, home.config.mu))
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [proximal_training(config)]
-
-
 CITATION = """@inproceedings{li2020fedprox,
   title={Federated Optimization in Heterogeneous Networks},
   author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and
           Smith, Virginia},
   booktitle={MLSys}, year={2020}}"""
 
-ALGORITHM = replace(fedavg.ALGORITHM, name="FedProx", citation=CITATION, config=Config, round=round, programs=programs)
+ALGORITHM = replace(
+    fedavg.ALGORITHM,
+    name="FedProx",
+    citation=CITATION,
+    config=Config,
+    round=round,
+    programs=of_participants(proximal_training),
+)

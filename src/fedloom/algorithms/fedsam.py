@@ -25,9 +25,10 @@ from dataclasses import dataclass, replace
 
 from fedloom.algorithms import fedavg
 from fedloom.core.config import option
-from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, Program, Setup
+from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Program, Setup
 from fedloom.core.training import Training, gradient, train_step
 from fedloom.core.trees import Params, Tree, squared_norm, tree_map
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.local import local_training
 
 
@@ -64,14 +65,16 @@ def client_step(home: Home, shared: Tree, carry: Training, batch: Batch) -> Trai
     return train_step(home, carry, batch, correction=at_the_worst_point)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@inproceedings{qu2022fedsam,
   title={Generalized Federated Learning via Sharpness Aware Minimization},
   author={Qu, Zhe and Li, Xingyu and Duan, Rui and Liu, Yao and Tang, Bo and Lu, Zhuo},
   booktitle={ICML}, year={2022}}"""
 
-ALGORITHM = replace(fedavg.ALGORITHM, name="FedSAM", citation=CITATION, config=Config, round=round, programs=programs)
+ALGORITHM = replace(
+    fedavg.ALGORITHM,
+    name="FedSAM",
+    citation=CITATION,
+    config=Config,
+    round=round,
+    programs=of_participants(training),
+)

@@ -43,6 +43,7 @@ from fedloom.core.trees import Params, Tree, only, tree_map
 from fedloom.looms.chunked import dense, dense_init
 from fedloom.models.load import PredictorModule
 from fedloom.models.per_sample import net
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.class_means import feature_size
 from fedloom.programs.local import local_training
 
@@ -150,11 +151,6 @@ def predict(home: Home, deployed: Tree, x: Tensor) -> Tensor:
     return outputs.log_softmax(-1).logsumexp(0) - math.log(draws)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@inproceedings{nguyen2022fedsr,
   title={{FedSR}: A Simple and Effective Domain Generalization Method for Federated Learning},
   author={Nguyen, A. Tuan and Torr, Philip and Lim, Ser-Nam},
@@ -172,6 +168,6 @@ ALGORITHM = replace(
     client_deploy=client_deploy,
     predict=predict,
     module=partial(PredictorModule.of, predict),
-    programs=programs,
+    programs=of_participants(training),
     needs=Needs(same_model=True, class_labels=True, features="any"),
 )

@@ -45,6 +45,7 @@ from fedloom.core.vectors import from_vector
 from fedloom.looms.chunked import ChunkedLoom, dense, dense_init, dense_size, matched
 from fedloom.models.load import PredictorModule
 from fedloom.models.per_sample import append, append_init, classify, gradient_by_slices, net, slices
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.local import local_training
 
 
@@ -202,11 +203,6 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return send(setup, state, newcomers.clients)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer does nothing."""
-    return [] if newcomer else [program(config)]
-
-
 CITATION = """@article{zhou2025hyperfedzero,
   title={Deploying Models to Non-participating Clients in Federated Learning without Fine-tuning:
          A Hypernetwork-based Approach},
@@ -226,7 +222,7 @@ ALGORITHM = replace(
     averaged=("params",),
     predict=predict,
     module=partial(PredictorModule.of, predict),
-    programs=programs,
+    programs=of_participants(program),
     admit=admit,
     cohort=50,  # sec. 5: all of 10 or 50 clients take part
     needs=Needs(same_model=True, no_batchnorm=True, numbers=True),

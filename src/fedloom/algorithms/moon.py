@@ -34,6 +34,7 @@ from fedloom.core.contract import Ask, Batch, Cohort, Diagnostics, Home, Model, 
 from fedloom.core.training import Training, train_step
 from fedloom.core.trees import Params, Tree
 from fedloom.programs import local
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.personal import keep, kept_or, untrained
 
 
@@ -106,11 +107,6 @@ def client_final(home: Home, shared: Tree, carry: Carry, memory: Tree) -> tuple[
     return reply, {**after, "previous": keep(carry.own, memory["previous"])}
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [training(config)]
-
-
 CITATION = """@inproceedings{li2021moon,
   title={Model-Contrastive Federated Learning},
   author={Li, Qinbin and He, Bingsheng and Song, Dawn},
@@ -123,6 +119,6 @@ ALGORITHM = replace(
     config=Config,
     round=round,
     first_memory=first_memory,
-    programs=programs,
+    programs=of_participants(training),
     needs=Needs(same_model=True, features="any"),
 )

@@ -47,6 +47,7 @@ from fedloom.core.contract import (
 from fedloom.core.errors import ConfigError
 from fedloom.core.training import LocalConfig, Training, begin, delta, like_report, remember, report, train_step
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
+from fedloom.programs.allowed import of_participants
 from fedloom.programs.statistics import settle_statistics
 
 
@@ -145,11 +146,6 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Sent:
     return settle_statistics(setup, send(setup, state, newcomers.clients), ask)
 
 
-def programs(config: Config, model: Model, newcomer: bool) -> list[Program]:
-    """A participant trains; a newcomer only settles its running statistics."""
-    return [] if newcomer else [program(config)]
-
-
 def for_use(setup: Setup[Any], state: State) -> State:
     """The global model alone."""
     return State(state.params, {})
@@ -174,7 +170,7 @@ ALGORITHM = replace(
     means=(),
     averaged=("params",),
     first_memory=first_memory,
-    programs=programs,
+    programs=of_participants(program),
     admit=admit,
     handover=Handover(for_use, for_use),
 )

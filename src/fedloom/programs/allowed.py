@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from fedloom.core.contract import Algorithm, Model, Program
@@ -18,6 +20,15 @@ def programs_of(algorithm: Algorithm, config: Any, model: Model, newcomer: bool)
     else:
         own = [local_training(config)] if not newcomer or algorithm.needs_labels(config) else []
     return [*own, settling()] if newcomer else own
+
+
+def of_participants(train: Callable[[Any], Program]) -> Callable[[Any, Model, bool], list[Program]]:
+    """``Algorithm.programs`` of a method whose participants run ``train(config)`` and whose newcomers do not train."""
+    return partial(_of_participants, train)
+
+
+def _of_participants(train: Callable[[Any], Program], config: Any, model: Model, newcomer: bool) -> list[Program]:
+    return [] if newcomer else [train(config)]
 
 
 class Evaluation(NamedTuple):
