@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -63,10 +64,24 @@ def integrated(rate: float, noise: float, times: int, delta: float) -> float:
 
     Mean and spread of a step's loss say how wide the grid must be; losses go to the nearest point of it.
     """
-    return max(_one_way(rate, noise, times, delta, add) for add in (False, True))
+    return max(_composed(_one_way(rate, noise, add), times, delta) for add in (False, True))
 
 
-def _one_way(rate: float, noise: float, times: int, delta: float, add: bool) -> float:
+def integrated_fixed(rate: float, noise: float, times: int, delta: float) -> float:
+    """Likewise with one client replaced, by the pair itself: a loss above 0 is as likely as where others are sampled
+    without it, at half the noise; one below 0 as the other way round; and the rest of the probability is at 0."""
+    once = np.where(POINTS > 0, _one_way(rate, noise / 2, add=False), 0.0)
+    once += np.where(POINTS < 0, _one_way(rate, noise / 2, add=True), 0.0)
+    once[SIZE // 2] += 1 - once.sum()
+    return _composed(once, times, delta)
+
+
+SIZE, STEP = 1 << 18, 4e-4
+POINTS = (np.arange(SIZE) - SIZE // 2) * STEP
+
+
+def _one_way(rate: float, noise: float, add: bool) -> np.ndarray:
+    """How likely each loss of a step is."""
     from scipy.special import ndtr
 
     def within(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -87,21 +102,23 @@ def _one_way(rate: float, noise: float, times: int, delta: float, add: bool) -> 
 
         return between(0.0) if add else (1 - rate) * between(0.0) + rate * between(1.0)
 
-    size, step = 1 << 18, 4e-4
-    points = (np.arange(size) - size // 2) * step
-    once = within(points - step / 2, points + step / 2)
+    once = within(POINTS - STEP / 2, POINTS + STEP / 2)
     assert once.sum() == pytest.approx(1, abs=1e-12)
-    mean, spread = (once * points).sum(), math.sqrt((once * points**2).sum())
-    assert abs(times * mean) + 12 * math.sqrt(times) * spread < size * step / 2, "the grid is wide enough"
-    whole = np.fft.fftshift(np.fft.irfft(np.fft.rfft(np.fft.ifftshift(once)) ** times, size))
+    return once
+
+
+def _composed(once: np.ndarray, times: int, delta: float) -> float:
+    mean, spread = (once * POINTS).sum(), math.sqrt((once * POINTS**2).sum())
+    assert abs(times * mean) + 12 * math.sqrt(times) * spread < SIZE * STEP / 2, "the grid is wide enough"
+    whole = np.fft.fftshift(np.fft.irfft(np.fft.rfft(np.fft.ifftshift(once)) ** times, SIZE))
 
     def excess(epsilon: float) -> float:
-        beyond = points > epsilon
-        return float((whole[beyond] * -np.expm1(epsilon - points[beyond])).sum()) - delta
+        beyond = epsilon < POINTS
+        return float((whole[beyond] * -np.expm1(epsilon - POINTS[beyond])).sum()) - delta
 
     from scipy.optimize import brentq
 
-    return float(brentq(excess, 0.0, size * step / 2 - 1)) if excess(0.0) > 0 else 0.0
+    return float(brentq(excess, 0.0, SIZE * STEP / 2 - 1)) if excess(0.0) > 0 else 0.0
 
 
 def agree(number: int, seed: int) -> None:
@@ -115,13 +132,64 @@ def agree(number: int, seed: int) -> None:
         assert ours == pytest.approx(integrated(rate, noise, times, delta), rel=0.01, abs=2e-3)
 
 
+def agree_fixed(number: int, seed: int) -> None:
+    """Likewise for cohorts of a fixed size."""
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        size, noise = int(rng.integers(10, 500)), float(rng.uniform(2.5, 10))
+        times, delta = int(rng.integers(1, 60)), float(10 ** rng.uniform(-7, -3))
+        ours = epsilon([release(noise, 1000, size, times, "fixed")], delta)
+        assert ours == pytest.approx(integrated_fixed(size / 1000, noise, times, delta), rel=0.01, abs=2e-3)
+
+
 def test_epsilon_is_the_integral_of_the_privacy_loss() -> None:
     agree(4, seed=0)
+    agree_fixed(4, seed=0)
 
 
 @pytest.mark.slow
 def test_epsilon_is_the_integral_of_the_privacy_loss_in_200_settings() -> None:
     agree(200, seed=1)
+    agree_fixed(200, seed=1)
+
+
+def test_a_fixed_cohort_hides_any_client_of_any_small_federation() -> None:
+    """By brute force: two of three clients are drawn, each replies with the bound, its opposite or nothing."""
+    noise, x = 1.5, np.linspace(-20, 20, 40_001)
+
+    def told(replies: tuple[float, ...]) -> np.ndarray:
+        sums = [replies[i] + replies[j] for i, j in ((0, 1), (0, 2), (1, 2))]
+        density = sum(np.exp(-((x - one) ** 2) / (2 * noise**2)) for one in sums)
+        return density / density.sum()
+
+    for delta in (1e-5, 1e-2):
+        found = epsilon([release(noise, 3, 2, 1, "fixed")], delta)
+        largest = 0.0
+        for replies in itertools.product((-1.0, 0.0, 1.0), repeat=3):
+            for other in (-1.0, 0.0, 1.0):
+                one, two = told(replies), told((other, *replies[1:]))
+                largest = max(largest, np.maximum(one - math.exp(found) * two, 0).sum())
+        assert 0.99 * delta < largest <= delta * (1 + 1e-6), "and it could not be less"
+
+
+@pytest.mark.parametrize(("clients", "size", "noise", "times"), [(1000, 100, 2.0, 100), (50, 10, 4.0, 60)])
+def test_a_fixed_cohort_over_rounds_is_little_above_what_two_federations_show(clients, size, noise, times) -> None:
+    """In one, all others reply with the bound and a client with its opposite, in the other everybody with the bound."""
+    import dp_accounting.pld
+
+    shown = dp_accounting.pld.privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sensitivity=2, sampling_prob=size / clients, pessimistic_estimate=False, use_connect_dots=False,
+        value_discretization_interval=1e-3,
+    ).self_compose(times).get_epsilon_for_delta(1e-5)  # fmt: skip
+    assert shown < epsilon([release(noise, clients, size, times, "fixed")], 1e-5) < 1.2 * shown
+
+
+def test_rounds_with_everybody_and_sampled_ones_add_up_where_clients_are_replaced() -> None:
+    sampled, all_of_them = release(4.0, 100, 20, 10, "fixed"), release(6.0, 100, 100, 2, "fixed")
+    both = epsilon([sampled, all_of_them], 1e-5)
+    halved = all_of_them._replace(noise=3.0)  # alone it is one that is left out, which moves half as much
+    assert max(epsilon([one], 1e-5) for one in (sampled, halved)) < both
+    assert both < sum(epsilon([one], 5e-6) for one in (sampled, halved))
 
 
 def test_a_fixed_number_of_clients_costs_more_than_drawing_each() -> None:

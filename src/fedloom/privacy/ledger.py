@@ -6,8 +6,8 @@ Epsilon is worked out by Google's ``dp-accounting`` (the extra ``privacy``), fro
 - clients, or samples of one client, drawn one by one (``poisson``): privacy loss distributions (PLD); neighbours
   are federations with and without one client, or data of a client with and without one sample, whose place is then
   empty: how many it has is no secret;
-- a fixed number of clients drawn (``fixed``): Renyi DP of sampling without replacement (Wang, Balle, Kasiviswanathan
-  2019); neighbours differ in one client's data, which counts twice, so that it costs much more.
+- a fixed number of clients drawn (``fixed``): likewise, by ``fixed_cohorts``; neighbours differ in one client's data,
+  which counts twice, so that it costs much more.
 
 What hides samples is added up for each client by itself, and holds for the one that spent most. Noise without a bound
 that goes with it, such as Laplace noise on changes of any size, is written down and has no epsilon.
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, NamedTuple
 
 from fedloom.core.errors import NeedsError
+from fedloom.privacy.fixed_cohorts import loss_of_round
 
 Sampling = Literal["poisson", "fixed"]
 Unit = Literal["client", "sample"]
@@ -172,10 +173,17 @@ def _epsilon(kinds: Kinds, delta: float) -> float:
     quick = dp.rdp.RdpAccountant(ORDERS, relation)
     quick.compose(event)
     bound = float(quick.get_epsilon(delta))
-    if fixed or bound > COARSE:
+    if bound > COARSE:
         return bound
     # losses are rounded up to whole steps: an epsilon that is too large by less than a thousandth
-    exact = dp.pld.PLDAccountant(relation, value_discretization_interval=min(1e-3, bound / 100))
+    step = min(1e-3, bound / 100)
+    if fixed:
+        rounds = [
+            loss_of_round(kind.noise, min(1.0, round(kind.size) / kind.clients), step).self_compose(times)
+            for kind, times in kinds
+        ]
+        return min(bound, float(reduce(lambda one, other: one.compose(other), rounds).get_epsilon_for_delta(delta)))
+    exact = dp.pld.PLDAccountant(relation, value_discretization_interval=step)
     exact.compose(event)
     return min(bound, float(exact.get_epsilon(delta)))
 
