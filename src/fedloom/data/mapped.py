@@ -9,7 +9,7 @@ x is used as it lies there: float32, prepared, channels first. It is looked thro
 infinite values, and once more for its digest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,11 @@ def from_mapped(path: str | Path) -> Arrays:
             f"optionally {', '.join(f'{name}.npy' for name in OPTIONAL)} and {GROUP}NAME.npy."
         )
     x = opened(files["x"])
-    rest = {name: _read(file, np.load) for name, file in files.items() if name != "x"}
+    return beside(path, x, {name: _read(file, np.load) for name, file in files.items() if name != "x"})
+
+
+def beside(path: Path, x: np.ndarray, rest: Mapping[str, np.ndarray]) -> Arrays:
+    """The dataset with samples that are mapped, and the arrays beside them by name."""
     groups = {name.removeprefix(GROUP): array for name, array in rest.items() if name.startswith(GROUP)}
     given: dict[str, Any] = {name: rest.get(name) for name in OPTIONAL}
     without_x = np.zeros((len(rest["y"]), 1), np.float32)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from fedloom.core.errors import DataError, unknown
-from fedloom.data import readers
+from fedloom.data import parquet, readers
 from fedloom.data.arrays import Arrays
 from fedloom.data.files import Dataset
 from fedloom.data.mapped import from_mapped, is_mapped
@@ -51,13 +51,14 @@ def resolve_root(data_root: str | Path | None = None) -> Path:
 
 def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: Roles | None = None) -> Arrays:
     """A dataset by its name; or a user's own: an .npz file, a table, or a folder with one of these or one text per
-    client; a folder with x.npy, which stays on disk; LEAF's JSON.
+    client; a folder with x.npy, or Parquet with a column x of lists, whose samples stay on disk; LEAF's JSON.
 
     A name goes before a folder of the same name: write ``./mnist`` for the folder. ``roles`` says which columns of a
     table are no features.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
-    own = _own_table(path, roles or Roles()) if name not in _datasets() else None
+    samples = name not in _datasets() and parquet.is_samples(path)
+    own = _own_table(path, roles or Roles()) if name not in _datasets() and not samples else None
     if own is not None:
         return own
     if roles and roles[:2] != Roles()[:2]:
@@ -65,6 +66,8 @@ def load(name_or_path: str | Path, data_root: str | Path | None = None, roles: R
     if name in _datasets():
         known = dataset(name)
         return known.load(resolve_root(data_root) if known.files else Path())
+    if samples:
+        return parquet.from_parquet(path)
     if path.suffix == ".npz":
         return from_npz(path)
     if is_mapped(path):

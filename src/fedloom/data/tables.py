@@ -9,7 +9,6 @@ is empty, NA, N/A, NaN, null, None or <NA>. How columns become features is fitte
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.core.errors import DataError, NeedsError
+from fedloom.core.errors import DataError
+from fedloom.data import parquet
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
 from fedloom.data.preparation import Column, Preparation, as_numbers, as_texts, is_number
@@ -117,16 +117,11 @@ def _read_csv(path: Path) -> Columns:
 
 
 def _read_parquet(path: Path) -> Columns:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise NeedsError("Parquet files need pyarrow, which is not installed; pip install 'fedloom[parquet]'.")
-    import pyarrow
+    parquet.check_pyarrow()
     import pyarrow.parquet
     import pyarrow.types as kinds
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as a Parquet file ({str(error).splitlines()[0]}).") from error
+    table = parquet.read(path, lambda: pyarrow.parquet.read_table(path))
     found: Columns = {}
     for name, column in zip(table.column_names, table.columns):
         kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type

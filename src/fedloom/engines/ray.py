@@ -34,6 +34,7 @@ from fedloom.core.contract import Algorithm
 from fedloom.core.errors import ConfigError, DataError, NeedsError
 from fedloom.core.trees import ClientId, PerClient, Tree, stack, tree_map
 from fedloom.data.mapped import opened
+from fedloom.data.parquet import here
 from fedloom.engines import packed, workers
 from fedloom.engines.cluster import Actor, Cluster, first_line
 from fedloom.engines.engine import AbstractEngine, AbstractLocalEngine, groups, joined
@@ -422,7 +423,7 @@ def _pack(tree: Tree) -> Packed:
 
 def _of_file(file: str, shape: tuple[int, ...]) -> Tensor:
     """Samples on a disk that this machine has too."""
-    x = opened(Path(file))
+    x = opened(here(Path(file)))
     if x.shape != shape:
         raise DataError(f"{file} has samples of shape {x.shape} here and {shape} where the run is. Give it one file.")
     return torch.from_numpy(x)
