@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from fedloom.models.model import Model
 from fedloom.models.spec import parse
 
 torch.set_num_threads(1)
+gc.disable()  # what is made while tests are collected stays: to walk through it again and again takes half the time
 
 SHAPE, CLASSES = (1, 6, 6), 3
 SIZES = (9, 4, 13, 7, 5)
@@ -91,10 +93,12 @@ class Played:
 
     def __init__(
         self, setup: Setup[Any], state: Any, engine: AbstractEngine, memory: Memories, stats: Stats | None,
-        diagnostics: list[Any],
+        diagnostics: list[Any], after: list[tuple[Any, Memories]],
     ) -> None:  # fmt: skip
         self.setup, self.state, self.engine, self.memory = setup, state, engine, memory
         self.stats, self.diagnostics = stats, diagnostics
+        self.after = after
+        """The state and what clients remembered after each round."""
         self.sent = Sent({}, PerClient.empty(()))
         """What newcomers were sent."""
 
@@ -156,13 +160,15 @@ def needed(algorithm: Algorithm) -> dict[str, Any]:
     return {} if algorithm.needs.server_data == "none" else {"server_data": 0.2}
 
 
-FEW = {"pretrain_rounds": 1, "server_steps": 5, "common_rounds": 1}
+FEW = {"pretrain_rounds": 1, "server_steps": 5, "server_epochs": 3, "common_rounds": 1, "head_epochs": 2,
+       "inner_steps": 2, "hidden": 8}  # fmt: skip
 """Options of which some methods have a great deal by default: with fewer, two rounds see all of a method."""
 
 
 def few(algorithm: Algorithm) -> dict[str, Any]:
     """Those that the method has."""
-    return {name: value for name, value in FEW.items() if hasattr(algorithm.config, name)}
+    own = {name: getattr(algorithm.config, name) for name in FEW if hasattr(algorithm.config, name)}
+    return {name: (FEW[name],) if isinstance(default, tuple) else FEW[name] for name, default in own.items()}
 
 
 def play(
@@ -185,7 +191,7 @@ def play(
     ran = (ENGINES[engine] if isinstance(engine, str) else engine)(federation, algorithm, made, seed=0)
     means = Means(algorithm.means, algorithm.mean_weight) if added_up else None
     setup = setup_of(federation, made, rounds=rounds, server=server)
-    state, memory, stats, diagnostics = algorithm.init(setup), Memories(), None, []
+    state, memory, stats, diagnostics, after = algorithm.init(setup), Memories(), None, [], []
     for number in range(1, rounds + 1):
         clients = cohorts[number - 1] if cohorts else federation.participants
         session = ran.session(number, memory)
@@ -193,7 +199,8 @@ def play(
         state, found = algorithm.round(setup, state, Cohort(number, tuple(clients)), ask)
         memory, stats = session.memory, session.stats
         diagnostics.append(found)
-    return Played(setup, state, ran, memory, stats, diagnostics)
+        after.append((state, memory))
+    return Played(setup, state, ran, memory, stats, diagnostics, after)
 
 
 def models_for(algorithm: Algorithm, *names: str) -> tuple[str, ...]:
@@ -216,6 +223,11 @@ def ray_cluster() -> Iterator[Cluster]:
     assert Cluster.at(None, 0, 0) is cluster
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of all engines: Ray takes seconds to start, and has fast tests of its own."""
@@ -223,4 +235,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = getattr(item, "callspec", SimpleNamespace(params={})).params.values()
         if any(isinstance(one, str) and one == "ray" for one in given):  # arrays are given too, which compare otherwise
             item.add_marker(pytest.mark.slow)
-            item.fixturenames.append("ray_cluster")
+            item.fixturenames = [*item.fixturenames, "ray_cluster"]  # the list is one for all ways of a test

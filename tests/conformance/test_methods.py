@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +17,12 @@ from conftest import Played, models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.clients.federation import Federation
 from fedloom.core.config import fields
-from fedloom.core.contract import Algorithm, Cohort
+from fedloom.core.contract import Algorithm, Cohort, Setup
 from fedloom.core.errors import NeedsError, RoundError
 from fedloom.core.trees import PerClient, Tree, faults, flatten, leaves, num_bytes
 from fedloom.core.wire import decode, encode
 from fedloom.engines.auto import ENGINES as KNOWN
+from fedloom.engines.engine import AbstractEngine, Stats
 from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import ParallelVectorised
 from fedloom.programs.evaluation import evaluate
@@ -38,6 +41,79 @@ ALIKE = ("lenet:kernels=2", "mlp:hidden=84")
 @pytest.fixture(params=METHODS)
 def algorithm(request: pytest.FixtureRequest) -> Algorithm:
     return algorithms.get(request.param)
+
+
+@pytest.fixture(autouse=True)
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of one architecture go to processes two at a time, so that small federations have several parts."""
+    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
+
+
+COHORTS = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]
+"""Most are away for a round."""
+
+
+class Kept(NamedTuple):
+    """What some rounds left, without their engine: processes would wait in it."""
+
+    federation: Federation
+    setup: Setup[Any]
+    stats: Stats
+    after: list[tuple[Any, Memories]]
+    """State and memory after each round."""
+
+    def engine(self, algorithm: Algorithm, name: str) -> AbstractEngine:
+        """A new one, on the same federation."""
+        return play(algorithm, self.federation, name, rounds=0).engine
+
+    def everything(self) -> dict:
+        state, memory = self.after[-1]
+        return {"state": state._asdict(), "memory": memory}
+
+
+def kept(played: Played) -> Kept:
+    return Kept(played.engine.federation, played.setup, played.stats, played.after)
+
+
+@cache
+def straight(algorithm: Algorithm, engine: str, *models: str) -> Kept:
+    """Three rounds with ``COHORTS``, played once for all tests that only look at them."""
+    return kept(play(algorithm, small_federation(models_for(algorithm, *models)), engine, 3, COHORTS))
+
+
+@cache
+def first_round(algorithm: Algorithm, engine: str) -> tuple[Kept, dict[str, int]]:
+    """One with everybody; and the bytes that went down and up, which have been seen to be trees."""
+    seen = {"down": 0, "up": 0}
+
+    def listening(ask):
+        def heard(program, shared, mine):
+            mine = PerClient.of(mine)
+            assert not faults(shared) and not [f for c in mine for f in faults(mine[c])]
+            replies = ask(program, shared, mine)
+            assert not [f for c in replies for f in faults(replies[c])]
+            seen["down"] += sum(num_bytes(shared) + num_bytes(mine[c]) for c in mine)
+            seen["up"] += sum(num_bytes(replies[c]) for c in replies)
+            return replies
+
+        return heard
+
+    federation = small_federation(models_for(algorithm, *SMALL))
+    return kept(play(algorithm, federation, engine, rounds=1, wrap=listening)), seen
+
+
+@cache
+def admission(algorithm: Algorithm, engine: str) -> Tree:
+    """What two newcomers are sent after a round of the others."""
+    federation = small_federation(models_for(algorithm, *SMALL), unseen=2)
+    config = {"admit_rounds": 2} if hasattr(algorithm.config, "admit_rounds") else {}
+    played = play(algorithm, federation, engine, rounds=1, **config)
+    before = fingerprint(played.state._asdict())
+    setup = played.setup.joined_by(federation.models)
+    sent = algorithm.admit(setup, played.state, Cohort(1, federation.unseen), played.session("admission").ask)
+    assert set(sent.mine) == set(federation.unseen)
+    assert fingerprint(played.state._asdict()) == before
+    return {"shared": sent.shared, "mine": dict(sent.mine)}
 
 
 def gap(one: Tree, other: Tree) -> float:
@@ -59,23 +135,24 @@ def fingerprint(tree: Tree) -> str:
     "models", [SMALL, ("testnets:Normed",), ("testnets:Dropping",)], ids=["plain", "batchnorm", "dropout"]
 )
 @pytest.mark.parametrize("engine", ["vectorised", pytest.param("parallel_vectorised", marks=pytest.mark.slow)])
-def test_vectorised_gives_what_sequential_gives(
-    algorithm: Algorithm, models: tuple[str, ...], engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ParallelVectorised, "part_size", lambda *_: 2)
-    federation = small_federation(models_for(algorithm, *models))
-    cohorts = [["0", "1", "2"], ["1", "3", "4"]]
-    one, other = (play(algorithm, federation, name, cohorts=cohorts) for name in ("sequential", engine))
-    assert gap(everything(one), everything(other)) < 1e-9
+def test_vectorised_gives_what_sequential_gives(algorithm: Algorithm, models: tuple[str, ...], engine: str) -> None:
+    one, other = (straight(algorithm, name, *models).everything() for name in ("sequential", engine))
+    assert gap(one, other) < 1e-9
 
 
-@pytest.mark.parametrize("batch_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 99))])
 @pytest.mark.parametrize("engine", ["loopback", pytest.param("parallel", marks=pytest.mark.slow)])
-def test_the_bits_are_those_of_sequential(algorithm: Algorithm, batch_size: int, engine: str) -> None:
+def test_the_bits_are_those_of_sequential(algorithm: Algorithm, engine: str) -> None:
+    one, other = (straight(algorithm, name, *SMALL).everything() for name in ("sequential", engine))
+    assert gap(one, other) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 99])
+@pytest.mark.parametrize("engine", ["loopback", "parallel"])
+def test_so_they_are_with_batches_of_one_and_of_all(algorithm: Algorithm, batch_size: int, engine: str) -> None:
     federation = small_federation(models_for(algorithm, *SMALL))
-    cohorts = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]
     one, other = (
-        play(algorithm, federation, name, rounds=3, cohorts=cohorts, batch_size=batch_size, local_epochs=1)
+        play(algorithm, federation, name, 2, COHORTS, batch_size=batch_size, local_epochs=1)
         for name in ("sequential", engine)
     )
     assert gap(everything(one), everything(other)) == 0.0
@@ -83,29 +160,28 @@ def test_the_bits_are_those_of_sequential(algorithm: Algorithm, batch_size: int,
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_from_bytes_gives_the_bits_of_never_stopping(algorithm: Algorithm, engine: str) -> None:
-    federation = small_federation(models_for(algorithm, *SMALL))
-    cohorts = [["0", "1", "2"], ["1", "3", "4"], ["0", "2", "4"]]  # most were away for a round
-    straight = play(algorithm, federation, engine, rounds=3, cohorts=cohorts)
-    half = play(algorithm, federation, engine, rounds=1, cohorts=cohorts)
-    state = algorithm.state(**decode(encode(half.state._asdict())))
-    memory = Memories({c: decode(encode(tree)) for c, tree in half.memory.items()})
+    never = straight(algorithm, engine, *SMALL)
+    at_first, remembered = never.after[0]
+    state = algorithm.state(**decode(encode(at_first._asdict())))
+    memory = Memories({c: decode(encode(tree)) for c, tree in remembered.items()})
+    # in an engine of its own: what the other has built must not matter
+    fresh = never.engine(algorithm, engine)
     for number in (2, 3):
-        session = half.engine.session(number, memory)
-        # the run was to have three rounds from the start
-        state, _ = algorithm.round(straight.setup, state, Cohort(number, tuple(cohorts[number - 1])), session.ask)
+        session = fresh.session(number, memory)
+        state, _ = algorithm.round(never.setup, state, Cohort(number, tuple(COHORTS[number - 1])), session.ask)
         memory = session.memory
-    half.state, half.memory = state, memory
-    assert gap(everything(straight), everything(half)) == 0.0
+    assert gap(never.everything(), {"state": state._asdict(), "memory": memory}) == 0.0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_round_leaves_the_state_it_was_given(algorithm: Algorithm, engine: str) -> None:
-    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), engine, rounds=1)
-    before = fingerprint(played.state._asdict())
-    remembered = fingerprint(played.memory)
-    algorithm.round(played.setup, played.state, Cohort(2, played.setup.clients), played.session(2).ask)
-    assert fingerprint(played.memory) == remembered
-    assert fingerprint(played.state._asdict()) == before
+    played, _ = first_round(algorithm, engine)
+    state, memory = played.after[-1]
+    before, remembered = fingerprint(state._asdict()), fingerprint(memory)
+    session = played.engine(algorithm, engine).session(2, memory)
+    algorithm.round(played.setup, state, Cohort(2, played.setup.clients), session.ask)
+    assert fingerprint(memory) == remembered
+    assert fingerprint(state._asdict()) == before
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -140,7 +216,7 @@ def test_a_rate_of_zero_changes_no_parameter(algorithm: Algorithm, engine: str) 
     still = {"local_lr", "server_weight_decay", *(["server_lr"] if learns else [])}
     rates = {f.name: 0.0 for f, _ in fields(algorithm.config) if f.name in still}
     played = play(algorithm, federation, engine, rounds=2, **rates)
-    start, one = algorithm.init(played.setup), play(algorithm, federation, engine, rounds=1, **rates).state
+    start, (one, _) = algorithm.init(played.setup), played.after[0]
     after, before, once = (flatten(state._asdict()) for state in (played.state, start, one))
     # counters go on, and what an optimiser remembers may fade; what is 0 may become known in the first round
     values = [path for path, leaf in before.items() if leaf.is_floating_point() and not path.startswith("optimiser/")]
@@ -150,44 +226,38 @@ def test_a_rate_of_zero_changes_no_parameter(algorithm: Algorithm, engine: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_trees_travel_and_their_bytes_are_counted(algorithm: Algorithm, engine: str) -> None:
-    seen = {"down": 0, "up": 0}
-
-    def listening(ask):
-        def heard(program, shared, mine):
-            mine = PerClient.of(mine)
-            assert not faults(shared) and not [f for c in mine for f in faults(mine[c])]
-            replies = ask(program, shared, mine)
-            assert not [f for c in replies for f in faults(replies[c])]
-            seen["down"] += sum(num_bytes(shared) + num_bytes(mine[c]) for c in mine)
-            seen["up"] += sum(num_bytes(replies[c]) for c in replies)
-            return replies
-
-        return heard
-
-    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), engine, rounds=1, wrap=listening)
+    played, seen = first_round(algorithm, engine)
     assert seen == {"down": played.stats.bytes_down, "up": played.stats.bytes_up}
 
 
 def test_the_loss_falls(algorithm: Algorithm) -> None:
-    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), rounds=12, local_lr=0.01)
+    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), rounds=8, local_lr=0.01)
     losses = [d["local_loss"] for d in played.diagnostics]
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_client_can_be_evaluated_and_each_sample_counts_once(algorithm: Algorithm, engine: str) -> None:
-    federation = small_federation(models_for(algorithm, *SMALL))
-    played = play(algorithm, federation, engine, rounds=1)
+    played, _ = first_round(algorithm, engine)
+    (state, memory), clients, told = played.after[-1], played.setup.clients, []
+    session = played.engine(algorithm, engine).session("evaluation", memory)
+
+    def ask(program, shared, mine):
+        replies = session.ask(program, shared, mine)
+        told.extend(set(flatten(tree)) for _, tree in replies.groups)
+        return replies
+
     scores = evaluate(
         algorithm,
-        lambda clients: algorithm.send(played.setup, played.state, clients),
-        federation.participants,
+        lambda clients: algorithm.send(played.setup, state, clients),
+        clients,
         "test",
-        played.session("evaluation").ask,
+        ask,
         batch_size=2,
         at_once=2,
     )
-    assert list(scores) == list(federation.participants)
+    assert list(scores) == list(clients)
+    assert told and all(names == {"loss", "metric", "samples"} for names in told)  # the same of every method
     assert all(score.samples == 5 and 0 <= score.metric <= 1 for score in scores.values())
 
 
@@ -195,18 +265,7 @@ def test_every_client_can_be_evaluated_and_each_sample_counts_once(algorithm: Al
 def test_newcomers_are_admitted_alike_on_every_engine(algorithm: Algorithm, engine: str) -> None:
     if algorithm.admit is None:
         pytest.skip(f"{algorithm.name} does not admit newcomers")
-    federation = small_federation(models_for(algorithm, *SMALL), unseen=2)
-    woven = []
-    for name in ("sequential", engine):
-        config = {"admit_rounds": 2} if hasattr(algorithm.config, "admit_rounds") else {}
-        played = play(algorithm, federation, name, rounds=1, **config)
-        before = fingerprint(played.state._asdict())
-        setup = played.setup.joined_by(federation.models)
-        sent = algorithm.admit(setup, played.state, Cohort(1, federation.unseen), played.session("admission").ask)
-        assert set(sent.mine) == set(federation.unseen)
-        assert fingerprint(played.state._asdict()) == before
-        woven.append({"shared": sent.shared, "mine": dict(sent.mine)})
-    assert gap(*woven) < 1e-9
+    assert gap(*(admission(algorithm, name) for name in ("sequential", engine))) < 1e-9
 
 
 def test_mixed_architectures_are_served_or_refused_by_name(algorithm: Algorithm) -> None:
@@ -258,20 +317,6 @@ def test_a_method_documents_itself(algorithm: Algorithm) -> None:
     assert set(algorithm.averaged) <= set(algorithm.state._fields), "averaged names fields of the state"
     for field, _ in fields(algorithm.config):
         assert field.metadata.get("help"), f"{field.name} has no help text"
-
-
-def test_an_evaluation_tells_the_same_of_every_method(algorithm: Algorithm) -> None:
-    federation = small_federation(models_for(algorithm, *SMALL))
-    played = play(algorithm, federation, "sequential", rounds=1)
-    session, told = played.session("evaluation"), []
-
-    def ask(program, shared, mine):
-        replies = session.ask(program, shared, mine)
-        told.extend(set(flatten(tree)) for _, tree in replies.groups)
-        return replies
-
-    evaluate(algorithm, lambda some: algorithm.send(played.setup, played.state, some), ["0", "1"], "test", ask)
-    assert told and all(names == {"loss", "metric", "samples"} for names in told)
 
 
 @pytest.mark.parametrize("name", algorithms.built_in())
