@@ -12,9 +12,10 @@ from flwr.app import RecordDict
 
 from fedloom.clients.federation import Federation
 from fedloom.deploy.client import answer
+from fedloom.deploy.deployment import Deployment
+from fedloom.deploy.known import check_of
 from fedloom.deploy.lobby import Lobby
 from fedloom.deploy.options import read
-from fedloom.deploy.server import Deployment, check_of
 
 MUTE = "mute"
 """In the place of an answer: none."""

@@ -35,7 +35,7 @@ from fedloom.deploy.bounds import (
     weights_of,
 )
 from fedloom.deploy.codec import pack
-from fedloom.deploy.server import Deployment
+from fedloom.deploy.deployment import Deployment
 from fedloom.metrics.summary import Group, summarise
 from fedloom.models.model import Model
 from fedloom.models.spec import parse

@@ -83,7 +83,7 @@ def test_an_error_in_training_says_its_type_and_its_stage_and_nothing_of_the_dat
         raise kind(f"bad sample {x.flatten()[:3].tolist()}")
 
     monkeypatch.setattr("fedloom.models.model.Model.train", leak)
-    monkeypatch.setattr("fedloom.deploy.server.PAUSE", 0.0)
+    monkeypatch.setattr("fedloom.deploy.waiting.PAUSE", 0.0)
     with pytest.raises(RoundError) as error:
         ours.train_round()
     reasons = {facts_of(reply)["error"] for kind, _, _, reply in ours.lobby.letters if kind == "train"}

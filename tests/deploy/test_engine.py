@@ -25,9 +25,9 @@ from fedloom.core.errors import RoundError
 from fedloom.core.trees import PerClient, flatten, tree_map
 from fedloom.core.wire import decode, encode
 from fedloom.deploy.codec import pack
+from fedloom.deploy.deployment import Deployment
 from fedloom.deploy.engine import VERSION, Rules
 from fedloom.deploy.options import read
-from fedloom.deploy.server import Deployment
 from fedloom.engines.memories import Memories
 from fedloom.engines.sequential import Sequential
 from fedloom.looms.encoder import Described, private_final
@@ -206,7 +206,7 @@ def test_a_client_whose_memory_is_lost_is_told_so(tmp_path: Path) -> None:
 
 
 def test_a_round_without_a_quorum_is_done_again_and_then_stops(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fedloom.deploy.server.PAUSE", 0.0)
+    monkeypatch.setattr("fedloom.deploy.waiting.PAUSE", 0.0)
     ours = deployed("fedavg", small_federation(["mlp:hidden=5"]), tmp_path, quorum=0.5, repeats=2)
     silent: list[int] = []
 

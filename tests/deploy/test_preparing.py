@@ -85,7 +85,7 @@ def test_images_of_bytes_are_prepared_by_sums(tmp_path: Path) -> None:
         np.testing.assert_allclose([here.mean, here.scale], [there.mean, there.scale])
     assert ours.train_round()["dropped"] == []
     ours.deliver()
-    assert len(ours.delivered) == 3
+    assert len(ours.delivery.delivered) == 3
 
 
 def test_one_client_cannot_decide(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
 from fedloom.core.tensors import read_with_metadata
 from fedloom.core.trees import PerClient, flatten
 from fedloom.core.wire import decode
-from fedloom.deploy import server
+from fedloom.deploy import deployment, server, waiting
 from fedloom.deploy.codec import facts_of, pack
+from fedloom.deploy.deployment import Deployment
 from fedloom.deploy.engine import Rules
 from fedloom.deploy.options import read
 from fedloom.deploy.roster import grown, in_order
@@ -43,6 +44,7 @@ from fedloom.progress import Quiet, display
 from fedloom.runs.directory import PRIVACY, RunDirectory
 from fedloom.training.account import Account
 from fedloom.training.config import flat_config
+from fedloom.training.server import Server
 
 SMALL = ("mlp:hidden=5", "lenet:kernels=2")
 
@@ -87,7 +89,7 @@ def late(method: str, folder: Path, **changes: Any) -> Any:
     lobby = Nearby(federation, table, folder)
     lobby.disconnect("4")
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
+    ours = Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
     ours.train_round()
     lobby.connect("4")
     return ours
@@ -103,7 +105,7 @@ def test_a_client_that_joins_takes_part_in_the_next_round(method: str, tmp_path:
             ours.server.setup, clients=tuple("01234"), models=dict.fromkeys("01234", ours.server.setup.models["0"])
         )
         fresh = algorithms.get(method).init(joined)
-        assert server.grown(ours.server.state._asdict(), fresh._asdict(), 4, 5) is None
+        assert grown(ours.server.state._asdict(), fresh._asdict(), 4, 5) is None
         return
     assert ours.server.setup.clients == ("0", "1", "2", "3", "4")
     after = flatten(ours.server.state._asdict())
@@ -116,7 +118,7 @@ def test_a_client_that_joins_takes_part_in_the_next_round(method: str, tmp_path:
 
 def test_a_round_that_fails_takes_the_clients_that_joined_back_out(tmp_path: Path, monkeypatch: Any) -> None:
     """A checkpoint of the round before must name the clients of that round."""
-    monkeypatch.setattr(server, "PAUSE", 0.0)
+    monkeypatch.setattr(waiting, "PAUSE", 0.0)
     ours = late("pfedhn", tmp_path, embed_dim=2, repeats=0)
     mark = ours.mark()
     ours.lobby.faults = {client: lambda *_: "did not answer" for client in "0123"}
@@ -145,7 +147,7 @@ def test_a_client_for_whom_the_method_has_no_room_is_a_newcomer(tmp_path: Path) 
     for client in ("3", "4"):
         lobby.disconnect(client)
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2")])
+    ours = Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2")])
     lobby.connect("3")
     ours.look()
     assert ours.server.setup.clients == ("0", "1", "2") and ours.newcomers == ("3",)
@@ -162,7 +164,7 @@ def served(method: str, federation: Any, folder: Path, monkeypatch: Any, faults:
         return lobby
 
     monkeypatch.setattr(server, "lobby_of", nearby)
-    monkeypatch.setattr(server, "PAUSE", 0.0)
+    monkeypatch.setattr(waiting, "PAUSE", 0.0)
     server.serve(SimpleNamespace(), read(table), display("quiet"))
     return lobby
 
@@ -399,7 +401,8 @@ def test_what_the_server_waits_for_is_shown_with_how_many_are_there(tmp_path: Pa
 
     watch = Losing()
     monkeypatch.setattr(server, "lobby_of", lambda *_: lobby)
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pause))
+    for module in (waiting, deployment):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pause))
     server.serve(SimpleNamespace(), read(table), watch)
     *before, one, two, again = watch.waited
     assert before == [
@@ -498,14 +501,14 @@ def test_a_late_client_that_cannot_be_served_is_refused_and_the_round_goes_on(
     lobby = Nearby(federation, table, tmp_path)
     lobby.disconnect("4")
     lobby.refresh()
-    ours = server.Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
+    ours = Deployment(read(table), lobby, [lobby.greetings[client] for client in ("0", "1", "2", "3")])
     lobby.connect("4")
     if method == "fedavg":
         lobby.faults["4"] = greets(model='["mlp", [["hidden", 7]]]')
     else:
         monkeypatch.setattr(ours, "_grown", lambda greetings: torch.empty(1 << 60))
     record = ours.train_round()
-    reason = server.OTHER_NETWORK if method == "fedavg" else "cannot be taken in (RuntimeError)"
+    reason = waiting.OTHER_NETWORK if method == "fedavg" else "cannot be taken in (RuntimeError)"
     assert record["refused"] == [f"client 4 {reason}"] and record["clients"] == 4 and len(ours.greetings) == 4
 
 
@@ -594,7 +597,7 @@ def test_a_newcomer_that_does_not_fit_keeps_no_model_from_the_others(tmp_path: P
     served("fedavg", federation, tmp_path, monkeypatch, other, out=str(out), nodes=3, rounds=1, adapt="prior")
     assert delivery(out) == {"delivered": ["0", "1", "2", "3"], "failed": {}}
     (record,) = RunDirectory.open(out).records()
-    assert record["refused"] == [f"client 4 {server.OTHER_NETWORK}"]
+    assert record["refused"] == [f"client 4 {waiting.OTHER_NETWORK}"]
 
 
 def silent(*kinds: str) -> Any:
@@ -620,14 +623,14 @@ def test_a_newcomer_that_is_silent_keeps_no_model_from_the_others(
 
 
 def test_an_admission_that_fails_for_all_at_once_is_tried_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
-    real = server.Server.admit
+    real = Server.admit
 
     def fails(self: Any, session: Any, newcomers: Any) -> Any:
         if "4" in newcomers:
             raise ZeroDivisionError("4 is odd")
         return real(self, session, newcomers)
 
-    monkeypatch.setattr(server.Server, "admit", fails)
+    monkeypatch.setattr(Server, "admit", fails)
     federation, out = small_federation(["mlp:hidden=5"], unseen=2), tmp_path / "run"
     served("it_pfl_hn", federation, tmp_path, monkeypatch, out=str(out), nodes=3, rounds=2, finetune_after=1)
     found = delivery(out)

@@ -27,13 +27,13 @@ from fedloom.clients.federation import Federation
 from fedloom.core.errors import ConfigError, DivergedError, NeedsError, RoundError
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
-from fedloom.deploy import masks, pact, server
+from fedloom.deploy import masks, pact, waiting
 from fedloom.deploy.codec import facts_of, pack, refusal
+from fedloom.deploy.deployment import Deployment
 from fedloom.deploy.keys import make_keys
 from fedloom.deploy.local import app_in, local
 from fedloom.deploy.options import read
 from fedloom.deploy.pact import SUM
-from fedloom.deploy.server import Deployment
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import Trial, about
 from fedloom.programs.local import local_training
@@ -46,7 +46,7 @@ NORM = 10.0
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PAUSE", 0.0)
+    monkeypatch.setattr(waiting, "PAUSE", 0.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # which is most of what these take
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A federation in training: a server, and an engine by which it reaches its clients.
 
-It is the same for clients in this process (``Simulation``) and on other machines (``deploy.server``).
+It is the same for clients in this process (``Simulation``) and on other machines (``deploy.deployment``).
 """
 
 from __future__ import annotations
@@ -279,6 +279,10 @@ class Trainer:
         )
         self._dropped += session.stats.dropped
         server.now = server.now._replace(memory=session.memory)
+        return self._counted(split, scores)
+
+    def _counted(self, split: str, scores: dict[ClientId, Score]) -> dict[ClientId, Score]:
+        """What counts of the scores that clients tell: all of it, where they cannot lie."""
         return scores
 
     def evaluate_global(self, split: str, *, unseen: bool = False) -> dict[ClientId, Score]:
@@ -385,9 +389,10 @@ class Trainer:
     ) -> dict[ClientId, Score]:
         """The scores of clients with what they are sent, all at once."""
         clients, better = list(sent.mine), self.server.setup.task.higher_is_better
-        return evaluate(
+        scores = evaluate(
             algorithm, lambda _: sent, clients, split, ask, name=name, at_once=len(clients), higher_is_better=better
         )
+        return self._counted(split, scores)
 
     def _check_mixable(self, clients: Sequence[ClientId]) -> None:
         server = self.server
