@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -347,3 +348,16 @@ def test_nothing_is_left_of_a_run_that_is_ended(end: signal.Signals, tmp_path: P
     while (folder.exists() or any(sweep.users(str(folder)))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not folder.exists() and not list(sweep.users(str(folder)))
+
+
+@pytest.mark.slow
+def test_a_machine_of_a_cluster_that_is_lost_leaves_the_others_its_clients() -> None:
+    """Two machines that are processes here, joined at their address."""
+    script = Path(__file__).with_name("two_machines.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_AUTH_MODE": "disabled"}
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["actors"] == [2, 1] and not found["dropped"] and max(found["gaps"]) < 1e-12
+    _, ended, fewer = found["notes"]
+    assert re.match(r"process \d+ of Ray's ended; its clients were asked again", ended)
+    assert re.match(r"Ray has no place for another process like \d+, which ended; 1 go on", fewer)
