@@ -16,18 +16,21 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 
 from conftest import small_federation
 from deploy.nearby import deployed, table_of
-from fedloom.core.contract import Batches
+from fedloom.core.contract import Batches, Noise
 from fedloom.core.errors import ConfigError, DataError, RoundError, RunError
 from fedloom.core.trees import flatten
 from fedloom.core.wire import decode
-from fedloom.deploy.client import answer, own_config
+from fedloom.deploy.client import _question, answer
 from fedloom.deploy.codec import facts_of, pack
 from fedloom.deploy.options import NodeOptions, read
+from fedloom.deploy.own_config import own_config
 from fedloom.deploy.store import Refusal, Store, write_private
 from fedloom.engines import sequential
+from fedloom.looms.encoder import describe_program
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
 from fedloom.privacy.ledger import epsilon
+from fedloom.programs.labels import label_shares
 
 X, Y = np.zeros((4, 1, 6, 6)), np.array([0, 1, 2, 0])
 
@@ -451,6 +454,13 @@ def test_label_shares_are_noised_once_whatever_happens_in_between(tmp_path: Path
     assert first.equal(second)
     one, *more = (tree["gradient"] for tree in replies_of(ours, "1", "calibrate"))
     assert not any(one.equal(other) for other in more)  # other questions
+
+
+def test_what_follows_from_the_data_alone_is_one_question_in_every_round() -> None:
+    asks = [{"from_version": v, "stage": v, "ask": 0} for v in (1, 2)]
+    private = describe_program(8, Noise("gaussian", 1.0, "sample"))
+    for program, questions in ((label_shares(0.5), 1), (private, 1), (describe_program(8), 2)):
+        assert len({_question(program, asked, {}, {}) for asked in asks}) == questions
 
 
 def test_a_node_keeps_the_last_answers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

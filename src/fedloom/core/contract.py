@@ -240,6 +240,8 @@ class Program(Structural):
     """A network for all clients asked, whatever their own: a teacher, an encoder. Its parameters travel too."""
     noise: Noise | None = None
     """Noise that it adds to its reply besides ``--sample-dp-noise``; it is written down before clients are asked."""
+    of_data_alone: bool = False
+    """The reply follows from the client's data, not from its memory or the round: noise on it is drawn only once."""
 
 
 class Table(NamedTuple):

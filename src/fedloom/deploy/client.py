@@ -20,38 +20,36 @@ may hold whatever the user's two functions read, and any option of the method th
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
 import re
 import secrets
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 
 from fedloom.clients.batching import steps_of
-from fedloom.clients.federation import SPLITS, Client, Federation
-from fedloom.core.config import build, with_implied
+from fedloom.clients.federation import SPLITS
 from fedloom.core.contract import Home, Program
-from fedloom.core.errors import ConfigError, DataError, NeedsError
+from fedloom.core.errors import NeedsError
 from fedloom.core.noised import hides_samples
 from fedloom.core.trees import ClientId, Tree, leaves
 from fedloom.core.wire import encode
 from fedloom.data.preparation import Preparation
-from fedloom.data.samples import arranged, labels_among, numbered, raw_samples
 from fedloom.deploy import node
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
+from fedloom.deploy.own_config import NodeConfig, OwnConfig, own_config, own_options, own_privacy
+from fedloom.deploy.own_data import OwnSamples
 from fedloom.deploy.pact import SUM
 from fedloom.deploy.store import Refusal, Store
 from fedloom.deploy.summing import Member, summing, unlearned
@@ -59,7 +57,6 @@ from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import TRIED, ClientFault
 from fedloom.engines.machine import Machine
 from fedloom.engines.sequential import Sequential
-from fedloom.looms.encoder import PRIVATELY
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
@@ -69,19 +66,11 @@ from fedloom.programs.evaluation import EVALUATION
 from fedloom.programs.preparing import PREPARING, preparing
 from fedloom.runs.export import export
 from fedloom.runs.files import write_file
-from fedloom.runs.options import RunOptions
 from fedloom.training.config import algorithm_of
 from fedloom.training.machine import device_of
 
 log = logging.getLogger(__name__)
 
-OF_DATA_ALONE = ("label_shares", PRIVATELY)
-"""Programs whose answers depend neither on what the client remembers nor on the round."""
-
-USUAL = ("data", "model", "partition-id", "num-partitions")
-"""What ``deploy local`` and Flower give every node, whether its functions read it or not."""
-
-NodeConfig = Mapping[str, Any]
 LoadData = Callable[[NodeConfig], Mapping[str, tuple[Any, Any]] | tuple[Any, Any]]
 BuildModel = Callable[[NodeConfig], str | type[nn.Module]]
 
@@ -190,7 +179,8 @@ class Participant:
         narrow = torch.bfloat16 if options.precision == "bf16" else dtype
         self.model = Model(spec, device, dtype, training_dtype=narrow)
         self.task = settings.task
-        self.federation = self._federation(data, device, dtype)
+        samples = OwnSamples(settings, self.preparation, self.raw)
+        self.federation = samples.federation(self.name, self.model, data)
         self.programs = self._own_programs()
         """All that this client may be asked, by name."""
 
@@ -374,177 +364,15 @@ class Participant:
         found = self.store.load(run, version)
         return None if found is None else _on(found, self.federation.device)
 
-    def _federation(self, data: Any, device: torch.device, dtype: torch.dtype) -> Federation:
-        parts = data if isinstance(data, Mapping) else {"train": data}
-        rows: dict[str, np.ndarray] = {}
-        xs: list[Tensor] = []
-        ys: list[Tensor] = []
-        start = 0
-        for split in SPLITS:
-            if split in parts:
-                x, y = self._checked(split, *parts[split])
-                xs.append(x.to(device, torch.float64 if self.raw else self.model.input_dtype))
-                ys.append(y.to(device, dtype if y.is_floating_point() else torch.int64))
-            length = len(xs[-1]) if split in parts else 0
-            rows[split] = np.arange(start, start + length)
-            start += length
-        if not start:
-            raise Refusal("has no samples: load_data gave none.")
-        client = Client(self.name, self.model, rows)
-        return Federation(torch.cat(xs), torch.cat(ys), self.task, {self.name: client})
-
-    def _prepared(self, split: str, x: Any) -> np.ndarray:
-        """Raw samples of a split, or what is made of them."""
-        assert self.preparation is not None
-        try:
-            raw = raw_samples(x, self.preparation)
-        except DataError as error:
-            log.warning("%s", error)  # it may have something of the data in it
-            raise Refusal(f"has {split} samples that are no such raw ones as the federation's; see its log.") from error
-        if self.preparation.kind == "images":
-            raw = arranged(raw, self.settings.deploy.shape)
-            if raw.shape[1:] != self.settings.deploy.shape:
-                return raw  # which is refused
-        return raw.astype(np.float64) if self.raw else self.preparation.apply(raw)
-
-    def _checked(self, split: str, x: Any, y: Any) -> tuple[Tensor, Tensor]:
-        """Samples and labels of a split, checked against what the federation is for."""
-        shape, outputs = self.settings.deploy.shape, self.settings.deploy.num_outputs
-        if self.preparation:
-            y = labels_among(x, self.preparation) if y is None else y
-            x = self._prepared(split, x)
-        x = torch.as_tensor(x)
-        if not self.raw and tuple(x.shape[1:]) != shape:
-            raise Refusal(f"has {split} samples of shape {tuple(x.shape[1:])}; this federation's have {shape}.")
-        if not self.raw and not x.isfinite().all():
-            raise Refusal(f"has {split} samples with NaN or infinite values.")
-        tokens = self.settings.tokens
-        if tokens and len(x):
-            if x.is_floating_point():
-                raise Refusal(f"has {split} samples of type {x.dtype}; this federation's are tokens, whole numbers.")
-            fault = tokens.fault(int(x.min()), int(x.max()))
-            if fault:
-                raise Refusal(f"has {split} samples with {fault}.")
-        targets = shape if self.task.per_token else ()
-        if y is None:  # no program may read these: any use of them as classes fails
-            y = torch.full((len(x), *targets), -1)
-        try:
-            y = numbered(y, self.settings.deploy.class_names if self.task.class_scores else (), unknown=True)
-        except DataError as error:
-            log.warning("%s", error)  # what its labels are is nobody's business
-            raise Refusal(f"has {split} labels that are not among the federation's classes.") from error
-        y = torch.as_tensor(y)
-        if len(y) != len(x):
-            raise Refusal(f"has another number of {split} labels than of {split} samples.")
-        if self.task.per_token and tuple(y.shape[1:]) != targets:
-            raise Refusal(f"has {split} labels of shape {tuple(y.shape[1:])}; expected one for each token, {targets}.")
-        if (
-            (self.task.class_scores or self.task.per_token)
-            and len(y)
-            and (int(y.min()) < -1 or int(y.max()) >= outputs)
-        ):
-            raise Refusal(f"has {split} labels outside of 0 to {outputs - 1}.")
-        return x, y
-
 
 def _question(program: Program, asked: Mapping[str, Any], shared: Tree, mine: Tree) -> bytes:
     """All that an answer follows from besides the client's data: two asks with one question have one answer."""
     facts = [program.name, str(asked.get("preparation", ""))]
-    if program.name not in OF_DATA_ALONE:
+    if not program.of_data_alone:
         facts.append(str(asked["from_version"]))
         if program.batches and program.batches.shuffle:  # else the moment decides nothing
             facts += [str(asked["stage"]), str(asked["ask"])]
     return b"\0".join([json.dumps(facts).encode(), encode(shared), encode(mine)])
-
-
-def own_options(node: NodeConfig) -> NodeOptions:
-    """What the node decides for itself."""
-    names = {field.name for field in fields(NodeOptions)}
-    given = {name.replace("-", "_"): value for name, value in node.items()}
-    try:
-        found = build(NodeOptions, {name: value for name, value in given.items() if name in names})
-    except ConfigError as error:
-        raise Refusal(f"has a config of its own that cannot be: {error}") from error
-    if "evaluation_noise" in given and found.evaluation != "noised":
-        raise Refusal(f"wants evaluation-noise, and its evaluation is {found.evaluation}: set evaluation to noised.")
-    return found
-
-
-class OwnConfig(dict[str, Any]):
-    """A node's own config as the user's functions get it; it knows what they have read."""
-
-    def __init__(self, node: NodeConfig) -> None:
-        super().__init__(node)
-        self.read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As that of ``dict``."""
-        self.read.add(name)
-        return super().get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
-
-    def __iter__(self) -> Iterator[str]:
-        self.read |= super().keys()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """As that of ``dict``."""
-        self.read |= super().keys()
-        return super().keys()
-
-    def items(self) -> Any:
-        """As that of ``dict``."""
-        self.read |= super().keys()
-        return super().items()
-
-    def check_all_read(self, config: Any) -> None:
-        """Refuse to take part with an option that nothing reads: who wrote it relies on it."""
-        known = {field.name.replace("_", "-") for kind in (NodeOptions, type(config)) for field in fields(kind)}
-        for name in sorted(super().keys() - self.read - set(USUAL)):
-            if name.replace("_", "-") not in known:
-                near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
-                hint = f"; did you mean {near[0]!r}?" if near else ", nor has the method such an option."
-                raise Refusal(f"has {name!r} in its own config, which nothing reads{hint} Mend it, or leave it out.")
-
-
-def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
-    """The run's options with the clipping and noise that this node wants; it refuses what cannot be had."""
-    wanted = {name: getattr(own, name) for name in ("adapt_clip", "adapt_noise")}
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if given and options.adapt == "none":
-        names = " and ".join(name.replace("_", "-") for name in given)
-        raise Refusal(f"wants {names}, which this federation has no use for: it does not adapt. Leave it out.")
-    try:
-        return replace(options, **given)
-    except ConfigError as error:
-        raise Refusal(f"wants privacy of its own that cannot be had: {error}") from error
-
-
-def own_config(config: Any, node: NodeConfig) -> Any:
-    """The method's config with the options that this node was given."""
-    names = {field.name for field in fields(config)}
-    given = {name.replace("-", "_"): value for name, value in node.items()}
-    own = {name: value for name, value in given.items() if name in names}
-    own = with_implied(type(config), own)
-    try:
-        made = build(type(config), own)
-    except ConfigError as error:
-        raise Refusal(f"has a config of its own that cannot be: {error}") from error
-    changed = replace(config, **{name: getattr(made, name) for name in own})
-    if changed.form != config.form:
-        wanted, usual = (" and ".join(one.form) or "none" for one in (changed, config))
-        raise Refusal(
-            f"wants a model for {wanted} where the federation's is for {usual} ({', '.join(own)}). Set it for all; "
-            "then a node can vary it."
-        )
-    return changed
 
 
 def _on(tree: Any, device: torch.device) -> Any:

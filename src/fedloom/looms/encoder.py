@@ -142,16 +142,14 @@ def fit_final(home: Home, shared: Tree, carry: Fit, memory: Tree) -> tuple[Tree,
     return {"delta": change, "loss": carry.loss / carry.steps.clamp(min=1)}, memory
 
 
-PRIVATELY = "encoder.describe_privately"
-"""The program by which a newcomer says what its data are like, with noise."""
-
-
 def describe_program(batch_size: int, noise: Noise | None = None) -> Program:
     """How a client describes its data: ``{"encoder"}`` shared, ``{"descriptor"}`` as reply, perhaps with noise."""
     # shuffled, as clients may hold their samples class by class
     batches = Batches("train", batch_size, epochs=1)
     plain = Program("encoder.describe", describe_init, describe_step, describe_final, batches, describe_expects)
-    return replace(plain, name=PRIVATELY, final=private_final, noise=noise) if noise else plain
+    if noise is None:
+        return plain
+    return replace(plain, name="encoder.describe_privately", final=private_final, noise=noise, of_data_alone=True)
 
 
 class Described(NamedTuple):

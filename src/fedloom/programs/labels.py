@@ -44,7 +44,7 @@ def label_counts() -> Program:
 def label_shares(noise: float = 0.0) -> Program:
     """The program; the client also keeps its exact counts, as ``memory["label_counts"]`` if it has such a place."""
     batches = Batches("train", 512, epochs=1, shuffle=False)
-    return Program("label_shares", _init, _step, partial(_final, noise), batches, _expects)
+    return Program("label_shares", _init, _step, partial(_final, noise), batches, _expects, of_data_alone=True)
 
 
 def _init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:
