@@ -18,10 +18,11 @@ from fedloom.core.errors import ConfigError, NeedsError, RunError
 from fedloom.core.trees import Tree, flatten, leaves
 from fedloom.data.arrays import Arrays
 from fedloom.data.own import from_arrays
+from fedloom.engines.engine import SENT
 from fedloom.engines.memories import Memories
 from fedloom.engines.sequential import Sequential
 from fedloom.runs.directory import RunDirectory
-from fedloom.training.asynchronous import SENT, play
+from fedloom.training.asynchronous import play
 from fedloom.training.clock import Turn
 from fedloom.training.config import parse_options
 from fedloom.training.rounds import LookAhead

@@ -33,6 +33,9 @@ from fedloom.engines.memories import Memories
 from fedloom.engines.sums import Block, can_be_added, mean_of
 from fedloom.privacy.sample_level import check
 
+SENT = "sent"
+"""Where a client keeps a message that it has not been asked about yet."""
+
 Part = tuple[Sequence[ClientId], Tree]
 """Clients and their trees, stacked."""
 
@@ -234,6 +237,18 @@ class Session:
         if client not in self.memory:
             self.memory[client] = self.engine.first_memory(self.federation, client)
         return self.memory[client]
+
+    def deliver(self, client: ClientId, message: Tree) -> None:
+        """Have a client keep a message that it is asked about later, in this session or in another."""
+        self.memory[client] = {**self.recall(client), SENT: message}
+
+    def collect(self, client: ClientId) -> Tree | None:
+        """The message that a client has kept, which it keeps no longer; None if there is none."""
+        memory = dict(self.recall(client))
+        message: Tree | None = memory.pop(SENT, None)
+        if message is not None:
+            self.memory[client] = memory
+        return message
 
     def _accept(self, program: Program, shared: Tree, mine: PerClient, outcome: Outcome) -> list[Part]:
         """Keep the usable replies and the memory that goes with them; write down the others."""

@@ -8,7 +8,7 @@ A client trains on what it was sent when it began. The server steps with K chang
 by then; a change that is tau rounds old is multiplied by (1 + tau)^-0.5. For a method of means this is FedBuff, with
 the method's own weights. A loom's change is pulled back through the loom as it is by then.
 
-A client that has begun remembers what it was sent (``memory["sent"]``), and trains when its turn comes: a round of the
+A client that has begun keeps what it was sent (``Session.deliver``), and trains when its turn comes: a round of the
 engine is the K clients that answer in it, side by side, whatever each of them began from.
 """
 
@@ -26,9 +26,6 @@ from fedloom.core.errors import NeedsError
 from fedloom.core.trees import ClientId, PerClient, Tree, tree_map
 from fedloom.engines.engine import Session
 from fedloom.training.clock import Turn
-
-SENT = "sent"
-"""Where a client remembers what it was sent."""
 
 CHANGE = "delta"
 """The branch of a reply that counts for less the older it is."""
@@ -92,20 +89,18 @@ def play(
     if turn.begun:
         sent = _sent(algorithm, setup, state, Cohort(cohort.round, turn.begun, cohort.size))
         for client in turn.begun:
-            message = {"shared": sent.shared, "mine": sent.mine[client]}
-            session.memory[client] = {**session.recall(client), SENT: message}
+            session.deliver(client, {"shared": sent.shared, "mine": sent.mine[client]})
 
     def late(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         messages = {}
         for client in mine:
-            memory = dict(session.recall(client))
-            if SENT not in memory:
+            message = session.collect(client)
+            if message is None:
                 raise NeedsError(
                     f"{algorithm.name} asks for {program.name} besides in round {cohort.round}, and --async is for "
                     "methods that ask a cohort for one thing in every round. Choose another method, such as fedavg."
                 )
-            messages[client] = memory.pop(SENT)
-            session.memory[client] = memory
+            messages[client] = message
         replies = ask(of_messages(program), {}, PerClient.of(messages))
         return PerClient((clients, _discounted(tree, clients, turn)) for clients, tree in replies.groups)
 
