@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom import algorithms
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm, Cohort, Home, Sent, ServerData, Setup
 from fedloom.core.task import CLASSIFICATION, SEQUENCE
@@ -26,6 +27,7 @@ from fedloom.engines.job import Means
 from fedloom.engines.memories import Memories
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
+from fedloom.programs.allowed import programs_of
 
 torch.set_num_threads(1)
 gc.disable()  # what is made while tests are collected stays: to walk through it again and again takes half the time
@@ -156,8 +158,8 @@ def server_data_like(federation: Federation, seed: int = 0) -> ServerData:
 
 
 def needed(algorithm: Algorithm) -> dict[str, Any]:
-    """The options without which a run of the method is refused."""
-    return {} if algorithm.needs.server_data == "none" else {"server_data": 0.2}
+    """The options without which a run of the method is refused, and those with which it does not take long."""
+    return few(algorithm) | ({} if algorithm.needs.server_data == "none" else {"server_data": 0.2})
 
 
 FEW = {"pretrain_rounds": 1, "server_steps": 5, "server_epochs": 3, "common_rounds": 1, "head_epochs": 2,
@@ -169,6 +171,17 @@ def few(algorithm: Algorithm) -> dict[str, Any]:
     """Those that the method has."""
     own = {name: getattr(algorithm.config, name) for name in FEW if hasattr(algorithm.config, name)}
     return {name: (FEW[name],) if isinstance(default, tuple) else FEW[name] for name, default in own.items()}
+
+
+def by_programs() -> list[Any]:
+    """All methods, for tests of what engines make of steps; those without a program of their own are slow ones."""
+    ways, seen, model = [], set(), next(iter(small_federation().models.values()))
+    for name in algorithms.names():
+        algorithm = algorithms.get(name)
+        programs = set(programs_of(algorithm, algorithm.config(local_lr=0.05), model, False))
+        ways.append(pytest.param(name, marks=[pytest.mark.slow] * (programs <= seen)))
+        seen |= programs
+    return ways
 
 
 def play(

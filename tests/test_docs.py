@@ -9,7 +9,8 @@ changes that::
     <!-- needs: cifar10 -->             skipped unless FEDLOOM_DATA has that dataset
     <!-- not run: needs a GPU -->       never run; the reason is for readers
 
-A page with the comment ``<!-- slow -->`` trains for many seconds, and is left to the slow tests.
+A page with the comment ``<!-- slow -->`` trains for many seconds, and is left to the slow tests, as are the pages of
+methods, of which there are many.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ def execute(block: Block, page: Path, module: types.ModuleType) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * is_slow(page)) for page in [*PAGES, *METHOD_PAGES]],
+    [
+        *(pytest.param(page, marks=[pytest.mark.slow] * is_slow(page)) for page in PAGES),
+        *(pytest.param(page, marks=pytest.mark.slow) for page in METHOD_PAGES),
+    ],
     ids=lambda page: page.name,
 )
 def test_what_a_page_shows_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 
 from flwr.app import RecordDict
 
-from conftest import models_for, server_data_like, small_federation
+from conftest import few, models_for, server_data_like, small_federation
 from deploy.nearby import Nearby, deployed, table_of
 from fedloom import algorithms, api
 from fedloom.core.errors import ConfigError, NeedsError, RoundError, RunError
@@ -85,7 +85,7 @@ def late(method: str, folder: Path, **changes: Any) -> Any:
     own = server_data_like(federation)
     np.savez(folder / "server.npz", x=own.x.float().numpy(), y=own.y.numpy())
     needed = {} if algorithms.get(method).needs.server_data == "none" else {"server_data": str(folder / "server.npz")}
-    table = table_of(method, federation, **gd, **needed, **changes)
+    table = table_of(method, federation, **few(algorithms.get(method)), **gd, **needed, **changes)
     lobby = Nearby(federation, table, folder)
     lobby.disconnect("4")
     lobby.refresh()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import models_for, play, small_federation
+from conftest import by_programs, models_for, play, small_federation
 from fedloom import algorithms
 from fedloom.clients.batching import PaddedSchedule, Schedule
 from fedloom.core.contract import Batch, Program
@@ -36,12 +36,12 @@ def job(of: Program, round: int, rounds_left: int = 10**6) -> Job:
     return Job(of, ("0",), {}, PerClient.empty(("0",)), {}, FEDERATION, None, Moment(0, round, 1), rounds_left)
 
 
-@pytest.mark.parametrize("method", algorithms.names())
-@pytest.mark.parametrize("model", ["mlp:hidden=5", "testnets:Normed", "testnets:Dropping"])
+@pytest.mark.parametrize("method", by_programs())
+@pytest.mark.parametrize("model", ["testnets:Normed", pytest.param("testnets:Dropping", marks=pytest.mark.slow)])
 def test_steps_through_fixed_places_give_the_same(method: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = algorithms.get(method)
     federation = small_federation(models_for(algorithm, model))
-    plain = play(algorithm, federation, "vectorised", rounds=3)
+    plain = play(algorithm, federation, "vectorised", rounds=2)
     kinds: dict[str, CapturedSteps] = {}
 
     def through_places(self: Any, job: Job, plan: PaddedSchedule, step: Any, facts: Any, carry: Any) -> Any:
@@ -52,7 +52,7 @@ def test_steps_through_fixed_places_give_the_same(method: str, model: str, monke
         return kinds[kind].run(plan, job.shared, facts, carry)
 
     monkeypatch.setattr(vectorised.Vectorised, "_steps", through_places)
-    places = play(algorithm, federation, "vectorised", rounds=3)
+    places = play(algorithm, federation, "vectorised", rounds=2)
     assert kinds
     one, other = flatten(plain.state._asdict()), flatten(places.state._asdict())
     for path in one:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=nodes, results=ends, sums=st.integers(0, 7))
 @example(plan=[(3, 1, 0)], results=[-1, 2, 3], sums=1)  # a sum with its own transpose
@@ -99,6 +101,7 @@ def test_any_mixture_of_views_copies_and_sums(plan: list[tuple[int, int, int]], 
     assert same_bits(*both_ways(step, tensors[0], tuple(tensors[1:4]), [(t,) for t in tensors[4:]]))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=nodes, momentum=st.sampled_from([0.0, 0.9]), decay=st.sampled_from([0.0, 0.1]), adam=st.booleans())
 def test_training_a_random_network(plan: list[tuple[int, int, int]], momentum: float, decay: float, adam: bool) -> None:
