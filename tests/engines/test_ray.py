@@ -228,6 +228,22 @@ def test_an_error_or_an_interrupt_ends_what_actors_are_at(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_on_gpus_one_tree_comes_back_from_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpus(Ray):
+        """With two GPUs that are numbers only."""
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self._local, self._inner, self._gpus = Vectorised(*given, **options), Vectorised.name, 1.0
+
+    federation, sums = small_federation(sizes=(6,) * 8), came_back(monkeypatch)
+    here = play(FEDAVG, federation, "vectorised", rounds=1)
+    played = play(FEDAVG, federation, OnGpus, rounds=1, added_up=True)
+    assert len(played.engine.actors()) == 2 and sorted(sums) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    torch.testing.assert_close(everything(played), everything(here), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
 def test_on_gpus_large_groups_come_first_and_an_architecture_stays_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -97,9 +97,9 @@ def test_whoever_looks_at_single_replies_gets_them(options: dict[str, Any], monk
     assert_same(usual, added)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_method_that_needs_only_means_gets_one(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, added = (simulation("fedavg", ahead=ahead) for _ in range(2))
+@pytest.mark.parametrize(("ahead", "adapt"), [(False, "none"), (True, "none"), (False, "prior"), (False, "tune")])
+def test_a_method_that_needs_only_means_gets_one(ahead: bool, adapt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, added = (simulation("fedavg", ahead=ahead, adapt=adapt) for _ in range(2))
     for _ in range(3):
         usual.train_round()
     original, heard = Session.ask, []

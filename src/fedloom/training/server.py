@@ -125,9 +125,12 @@ class Server:
 
     @property
     def means(self) -> Means | None:
-        """What the method uses of replies, where that is a mean, and nothing stands between it and its clients."""
+        """What the method uses of replies, where that is a mean, and nothing stands between it and its clients.
+
+        What adapts a method leaves its rounds to it.
+        """
         own = algorithms.get(self.method)
-        return Means(own.means, own.mean_weight) if own.means and self.algorithm.round is own.round else None
+        return Means(own.means, own.mean_weight) if own.means and self.base.round is own.round else None
 
     @property
     def round(self) -> int:
