@@ -81,8 +81,8 @@ class Config(pfedhn.LoomConfig):
     descriptor_epsilon: float = option(0.0, "Epsilon of a newcomer's descriptor; 0: not private (sec. 7).", low=0)
     descriptor_delta: float = option(0.01, "Delta of a newcomer's descriptor (sec. 7).", above=0, high=0.5)
 
-    NEWCOMERS_EPSILON: ClassVar = "descriptor_epsilon"
-    """The option that a newcomer may make smaller for itself, e.g. by ``fedloom join --epsilon``."""
+    NEWCOMERS_PRIVACY: ClassVar = ("descriptor_epsilon", "descriptor_delta")
+    """What a newcomer tells has noise by these: it may make the first smaller (``fedloom join --epsilon``)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

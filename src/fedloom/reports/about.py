@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedloom import algorithms
 from fedloom.core.errors import FedloomError
@@ -25,6 +25,8 @@ class About(NamedTuple):
     paper: str
     travels: Mapping[str, str]
     citation: str
+    newcomers_privacy: tuple[str, ...] = ()
+    """Its options with the epsilon and the delta of what a newcomer tells: ``NEWCOMERS_PRIVACY`` of its Config."""
 
 
 def about(method: str) -> About:
@@ -46,15 +48,20 @@ def about(method: str) -> About:
         if found:
             travels[line] = " ".join(found[1].split()).rstrip(".")
     paper = " ".join(paragraphs[0].split()) if paragraphs and re.search(r"\d{4}", paragraphs[0]) else ""
-    return About(name, idea.strip(), paper, travels, _constant(tree, "CITATION"))
-
-
-def _constant(tree: ast.Module, name: str) -> str:
-    """The text that a module assigns to a name."""
+    citation, private = _constant(tree.body, "CITATION", ""), ()
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if isinstance(node, ast.ClassDef) and node.name == "Config":
+            private = _constant(node.body, "NEWCOMERS_PRIVACY", ())
+    return About(name, idea.strip(), paper, travels, citation, private)
+
+
+def _constant(body: Sequence[ast.stmt], name: str, default: Any) -> Any:
+    """What a module or class assigns to a name, where that is written out."""
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             try:
-                return str(ast.literal_eval(node.value))
-            except ValueError:
-                return ""
-    return ""
+                return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            except (ValueError, AttributeError):
+                return default
+    return default

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core.errors import NeedsError
 from fedloom.privacy.ledger import DESCRIPTOR, Release, Spent, epsilon, hiding, releases_of, worst
+from fedloom.reports.about import about
 
 
 class Kind(NamedTuple):
@@ -140,11 +141,11 @@ def _open(config: Mapping[str, Any], releases: Sequence[Release], prepared: bool
 
 
 def _descriptors(config: Mapping[str, Any], releases: Sequence[Release]) -> list[str]:
-    """Of newcomers to IT-PFL-HN."""
-    found = config.get("descriptor_epsilon")
-    if not found:
+    """What newcomers tell, where the method has options for the noise on it."""
+    names = about(str(config["method"])).newcomers_privacy if "method" in config else ()
+    if len(names) != 2 or not config.get(names[0]):
         return []
-    delta = float(config["descriptor_delta"])
+    found, delta = config[names[0]], float(config[names[1]])
     told = [
         f"A newcomer's descriptor: epsilon {found:g} at delta {delta:g} for each of its samples, in whose place there "
         "may be another one, for one admission; every further one adds as much."

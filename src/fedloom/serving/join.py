@@ -168,7 +168,7 @@ class Service:
         with usable(self.remote.url):
             config = dict(card["config"])
             if self._epsilon is not None:
-                name = getattr(algorithms.get(str(card["method"])).config, "NEWCOMERS_EPSILON", "")
+                name, *_ = getattr(algorithms.get(str(card["method"])).config, "NEWCOMERS_PRIVACY", [""])
                 config[name] = self._smaller(config.get(name) or 0.0, self._epsilon)
             self.frame = Frame({**card, "config": config}, self.remote.url, trust=self._trust)
             self._sizes = {name: int(one["bytes"]) for name, one in card["parts"].items()}
