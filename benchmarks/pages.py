@@ -200,8 +200,9 @@ def _best(one: Measured) -> Line:
 
 
 def _row(one: Measured, label: str) -> str:
-    """The row that has this name on the board."""
-    return next((line.name for line in one.rows if _label(line) == label), label)
+    """The row that has this name on the board, the first that was measured if there are several."""
+    named = [line.name for line in one.rows if _label(line) == label]
+    return next((name for name in named if one.cell(name, one.columns[0])), label)
 
 
 @block

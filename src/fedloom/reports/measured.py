@@ -210,7 +210,7 @@ def interval(mean: float, std: float | None, seeds: int) -> Interval:
 
 
 def board(found: Sequence[Measured]) -> Cells:
-    """Methods by settings: the first column of each table, at most one row for a method in each."""
+    """Methods by settings: the first column of each table, of each method the first row that was measured."""
     settings = [one for one in found if one.setting]
     rows: dict[str, dict[str, str]] = {name: {} for name in FIRST}
     published: dict[str, str] = {}
@@ -221,7 +221,7 @@ def board(found: Sequence[Measured]) -> Cells:
             label = line.name if line.board is None else line.board
             cell = one.cell(line.name, one.columns[0])
             if label and cell is not None:
-                rows.setdefault(label, {})[one.setting] = str(cell)
+                rows.setdefault(label, {}).setdefault(one.setting, str(cell))
     columns = [one.setting for one in settings]
     body = [[label, *(cells.get(c, "–") for c in columns)] for label, cells in rows.items()]
     head = [

@@ -10,7 +10,8 @@ participants' models for newcomers (``mode``), with few ``samples`` of each newc
 ``choose: {option: [values]}`` trains a row with each value, for the seeds in ``choose_seeds`` (all, unless given); with
 the value that is best on the participants' validation data it is trained for the other seeds too. ``each: {what:
 [values]}`` makes a row for every combination of values, of options or of what a row can have. ``board`` is the row's
-name on the board, if that is another one; empty, to leave it out.
+name on the board, if that is another one; empty, to leave it out. Of rows with one such name the first that was
+measured is there.
 
 A file without rows is a config of ``fedloom run``: one row.
 """
@@ -46,7 +47,7 @@ COLUMNS: Mapping[str, tuple[Literal["best", "last"], str, str]] = {
 }
 """What a column shows, in per cent. Participants' validation data choose the best checkpoint."""
 
-SHOWN = {"samples": "n = {}", "descriptor_epsilon": "epsilon = {}", "local_lr": "rate {}"}
+SHOWN = {"samples": "n = {}", "descriptor_epsilon": "epsilon = {}", "local_lr": "rate {}", "rounds": "{} rounds"}
 """How values are written in the name of a row; others are written as they are."""
 
 
