@@ -173,6 +173,12 @@ def test_it_needs_pyarrow_and_no_columns_that_are_named(tmp_path: Path, monkeypa
     path = written(tmp_path / "data.parquet")
     with pytest.raises(DataError, match="--target and --groups are for tables"):
         load(path, roles=Roles(("y", "z")))
-    monkeypatch.setattr(parquet, "_has_pyarrow", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(NeedsError, match="Parquet files need pyarrow"):
         load(path)
+
+
+def test_arrays_in_a_folder_go_before_parquet(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X[:10], y=arrays()["y"][:10])
+    written(tmp_path / "data.parquet")
+    assert len(load(tmp_path)) == 10

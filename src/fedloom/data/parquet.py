@@ -36,8 +36,9 @@ T = TypeVar("T")
 def is_samples(path: Path) -> bool:
     """Whether this is samples in Parquet."""
     first = next(iter(_files(path)), None)
-    if first is None or not _has_pyarrow():
+    if first is None:
         return False
+    check_pyarrow()
     from pyarrow.parquet import read_schema
 
     with suppress(DataError):  # which is said when it is read
@@ -105,16 +106,12 @@ def read(path: Path, function: Callable[[], T]) -> T:
 
 def check_pyarrow() -> None:
     """Refuse Parquet where pyarrow is not installed."""
-    if not _has_pyarrow():
+    if importlib.util.find_spec("pyarrow") is None:
         raise NeedsError("Parquet files need pyarrow, which is not installed; pip install 'fedloom[parquet]'.")
 
 
-def _has_pyarrow() -> bool:
-    return importlib.util.find_spec("pyarrow") is not None
-
-
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
+    if path.is_dir() and not any(path.glob("*.np[yz]")):  # which go before
         return sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"*=*/**/*{SUFFIX}")])
     return [path] if path.suffix.lower() == SUFFIX and path.is_file() else []
 
