@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,10 +136,13 @@ def test_a_client_tells_its_name_its_network_and_its_splits(tmp_path: Path) -> N
 def test_a_node_can_have_options_of_its_own_but_not_other_privacy() -> None:
     table = table_of("it_pfl_hn", small_federation())
     plain, private = (read({**table, "descriptor-epsilon": e}).config for e in (0.0, 1.0))
-    assert own_config(private, {"descriptor-epsilon": 0.5, "client": "a"}).descriptor_epsilon == 0.5
+    own = {"descriptor-epsilon": 0.5, "descriptor-delta": 1e-5, "client": "a"}
+    assert own_config(private, own).descriptor_epsilon == 0.5
+    with pytest.raises(Refusal, match="wants descriptor-epsilon of its own with the app's descriptor-delta"):
+        own_config(private, {"descriptor-epsilon": 0.5})
     assert own_config(plain, {"local-lr": 0.5}).local_lr == 0.5 and own_config(plain, {}) == plain
     with pytest.raises(Refusal, match="wants a model for private descriptors where the federation's is for none"):
-        own_config(plain, {"descriptor-epsilon": 0.5})
+        own_config(plain, own)
 
 
 def test_a_nodes_options_bring_with_them_what_follows_from_them() -> None:
@@ -154,7 +158,13 @@ FORGED = [
     ("fedavg", "participant", {}, "evaluate.train", "the loss on training data"),
     ("fedavg", "participant", {}, "evaluate_plain.test", "the program of a run that is adapted"),
     ("fedavg", "newcomer", {}, "train", "training, of one who only wants a model"),
-    ("it_pfl_hn", "newcomer", {"descriptor-epsilon": 0.1}, "encoder.describe", "its descriptor without noise"),
+    (
+        "it_pfl_hn",
+        "newcomer",
+        {"descriptor-epsilon": 0.1, "descriptor-delta": 0.01},
+        "encoder.describe",
+        "its descriptor without noise",
+    ),
     ("fedavg", "participant", {"evaluation": "none"}, "evaluate.test", "an evaluation that it gives none of"),
     ("fedavg", "participant", {}, '{"name": "x", "init": ["os", "system"]}', "code"),
     ("fedavg", "participant", {}, "train\x1b[2J", "what clears the screen of whoever reads the log"),
@@ -301,7 +311,67 @@ def test_a_node_stops_at_an_epsilon_of_its_own(tmp_path: Path) -> None:
     assert "error" not in asked_of(tmp_path, "train", PARTS, **HIDES, **limit)
     assert "would spend more than epsilon" in asked_of(tmp_path, "train", PARTS, **HIDES, **limit)["error"]
     assert len(Store(tmp_path).releases()) == 2
-    assert "is about sample-dp-noise" in asked_of(tmp_path / "b", "train", PARTS, **limit)["error"]
+    assert "without noise; give sample-dp-noise" in asked_of(tmp_path / "b", "train", PARTS, **limit)["error"]
+
+
+def test_its_epsilon_limits_all_that_it_tells_with_noise(tmp_path: Path) -> None:
+    """Samples of one split are not those of another: what tells of validation data leaves training data alone."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    own = {**HIDES, "evaluation": "noised", "evaluation-noise": 4.0, "max-epsilon": 5.0}
+    told = evaluations(tmp_path, 30, 1e-9, **own)
+    given = [one for one in told if isinstance(one, float)]
+    assert 0 < len(given) < 30 and "would spend more than epsilon 5 on each" in told[len(given)]
+    found = Store(tmp_path).releases()
+    assert len(found) == len(given) and {one.split for one in found} == {"test"}
+    assert epsilon(found, 1e-5) <= 5 < epsilon([*found, found[0]], 1e-5)
+    assert evaluations(tmp_path, 1, **own) == given[:1], "which it has given already"
+    assert "error" not in asked_of(tmp_path, "train", PARTS, **own)
+    assert [one.split for one in Store(tmp_path).releases()].count("train") == 1
+
+
+def test_what_it_tells_for_adaptation_counts_too(tmp_path: Path) -> None:
+    """All of an answer is bounded, and one sample may turn it round: noise of 3 bounds is one of 3/2 of a sample."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    own = {"adapt-clip": 1.0, "adapt-noise": 3.0}
+    ours = deployed("fedavg", small_federation(), tmp_path, nodes={"1": own}, adapt="prior")
+    ours.train_round()
+    ours.settle()
+    found = Store(tmp_path / "1").releases()
+    assert {(one.what, one.split) for one in found} == {
+        ("label_shares", "train"), ("calibrate", "val"), ("reference", "val"), ("try_correction", "val")
+    }  # fmt: skip
+    assert {(one.noise, one.unit) for one in found} == {(1.5, "sample")}
+
+
+def test_a_newcomers_descriptor_counts_too(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    federation = small_federation(unseen=1)
+    (newcomer,) = federation.unseen
+    private = {"descriptor-epsilon": 1.0, "descriptor-delta": 1e-5}
+    for limit, refused in ((1.01, nullcontext()), (0.9, pytest.raises(RoundError, match="its own max-epsilon"))):
+        folder = tmp_path / str(limit)
+        own = {newcomer: {**private, "max-epsilon": limit}}
+        ours = deployed("it_pfl_hn", federation, folder, nodes=own, **private)
+        ours.train_round()
+        with refused:
+            ours.admission([newcomer], ours.now.memory)
+        assert len(Store(folder / newcomer).releases()) == (limit > 1)
+
+
+def test_code_that_its_own_config_does_not_name_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strangers.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "ours.py").write_text("from fedloom.core.task import CLASSIFICATION as TASK\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wanted = {"task": "strangers:TASK"}
+    for more in ({}, {"vocabulary": 5}):
+        told = hello(tmp_path, (X, Y), settings={**wanted, **more})["error"]
+        assert told.startswith("does not run strangers:TASK (task), which its own config does not name")
+    assert "has ours:TASK for task in its own config, and the app has strangers:TASK" in hello(
+        tmp_path, (X, Y), settings=wanted, task="ours:TASK")["error"]  # fmt: skip
+    assert "error" not in hello(tmp_path, (X, Y), settings={"task": "ours:TASK"}, task="ours:TASK")
+    assert "has ours:TASK for task" in hello(tmp_path, (X, Y), task="ours:TASK")["error"]
 
 
 def test_of_two_asks_at_once_none_gets_what_is_left_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.adaptation.dirichlet import shares
-from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Program, Sent, Setup
+from fedloom.core.contract import Algorithm, Ask, Batch, Batches, Home, Noise, Program, Sent, Setup
 from fedloom.core.random import fold, normal
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 
@@ -39,6 +39,11 @@ class Privacy(NamedTuple):
 
     clip: float = 0.0
     noise: float = 0.0
+
+    @property
+    def declared(self) -> Noise | None:
+        """What a program that answers so declares."""
+        return Noise("gaussian", self.noise) if self.noise else None
 
 
 class Fitted(NamedTuple):
@@ -135,7 +140,7 @@ def calibrating(algorithm: Algorithm, privacy: Privacy) -> Program:
     """One pass over validation data: value, gradient and curvature at the present point."""
     batches = Batches("val", 256, epochs=1, shuffle=False)
     init, step, final = partial(_init, algorithm), partial(_step, algorithm), partial(_final, privacy)
-    return Program("calibrate", init, step, final, batches, _expects)
+    return Program("calibrate", init, step, final, batches, _expects, noise=privacy.declared)
 
 
 class _Carry(NamedTuple):

@@ -152,7 +152,7 @@ def referring(algorithm: Algorithm, privacy: Privacy) -> Program:
     """One pass over validation data: sums of the statistics by class."""
     batches = Batches("val", 256, epochs=1, shuffle=False)
     init, step, final = partial(_init, algorithm), partial(_step, algorithm), partial(_final, privacy)
-    return Program("reference", init, step, final, batches, _expects)
+    return Program("reference", init, step, final, batches, _expects, noise=privacy.declared)
 
 
 class _Carry(NamedTuple):

@@ -130,7 +130,8 @@ def trusted(trial: Trial, number: Tensor, labelled: Tensor) -> Trusted:
 def trying(algorithm: Algorithm, privacy: Privacy) -> Program:
     """One batch of validation data: estimate label shares by some of its samples, and count who is right on others."""
     init, step = partial(_init, algorithm), partial(_step, algorithm)
-    return Program("try_correction", init, step, partial(_final, privacy), Batches("val", MOST, steps=1), _expects)
+    final, batches = partial(_final, privacy), Batches("val", MOST, steps=1)
+    return Program("try_correction", init, step, final, batches, _expects, noise=privacy.declared)
 
 
 class _Carry(NamedTuple):

@@ -6,7 +6,8 @@ method's code, its config, the data, the memory. What a message goes through, in
 
 1. The program must be one that this method has for this role, made from this node's own config.
 2. Raw samples are prepared as the server says, in the form that the node's own config has.
-3. What the answer spends of the samples' privacy is written down, and refused beyond ``max-epsilon``.
+3. What training spends of the samples' privacy is written down, and refused beyond ``max-epsilon``; so is what an
+   answer with noise spends, before it is told.
 4. The program runs on the memory of the version that the server names, or on a fresh one.
 5. Nothing is told of fewer samples than ``min-batch``, unless noise hides each of them.
 6. An answer with noise is drawn once: asked the same again, the node gives the same answer, not another draw.
@@ -48,10 +49,10 @@ from fedloom.data.preparation import Preparation
 from fedloom.deploy import node
 from fedloom.deploy.codec import Malformed, facts_of, pack, tree_of
 from fedloom.deploy.options import NodeOptions, Settings, read
-from fedloom.deploy.own_config import NodeConfig, OwnConfig, own_config, own_options, own_privacy
+from fedloom.deploy.own_config import NodeConfig, OwnConfig, check_code, own_config, own_options, own_privacy
 from fedloom.deploy.own_data import OwnSamples
 from fedloom.deploy.pact import SUM
-from fedloom.deploy.store import Refusal, Store
+from fedloom.deploy.store import Limit, Refusal, Store
 from fedloom.deploy.summing import Member, summing, unlearned
 from fedloom.engines.acceptance import SPOILT
 from fedloom.engines.job import TRIED, ClientFault
@@ -60,7 +61,7 @@ from fedloom.engines.sequential import Sequential
 from fedloom.models.load import is_one_network
 from fedloom.models.model import Model
 from fedloom.models.spec import parse
-from fedloom.privacy.ledger import Release, epsilon
+from fedloom.privacy.ledger import Release
 from fedloom.programs.allowed import Evaluation, allowed
 from fedloom.programs.evaluation import EVALUATION
 from fedloom.programs.preparing import PREPARING, preparing
@@ -104,6 +105,7 @@ def answer(
     try:
         asked = facts_of(content)
         settings = read(context.run_config)
+        check_code(settings, context.node_config)
         if kind == SUM:
             return pack(part_in_sum(settings, context.node_config, asked))
         told, raw = str(asked.get("preparation", "")), asked.get("program") == PREPARING
@@ -165,15 +167,13 @@ class Participant:
         if options.threads:
             torch.set_num_threads(options.threads)
         self.config = own_config(settings.config, about)
-        if self.own.max_epsilon and not hides_samples(self.config):
-            raise Refusal("wants max-epsilon, which is about sample-dp-noise; give both, and sample-dp-clip.")
         self.algorithm = algorithm_of(settings.method, options)
         self.sums = summing(settings, self.own)
         self.store, self.name = folder_of(self.own)
         device, dtype = device_of(self.own.device), getattr(torch, options.dtype)
         told = OwnConfig(about)
         network, data = build_model(told), load_data(told)
-        told.check_all_read(settings.config)
+        told.check_all_read(settings)
         name = network if isinstance(network, str) else f"{network.__module__}:{network.__qualname__}"
         spec = parse(name, settings.deploy.shape, settings.deploy.num_outputs, settings.tokens)
         narrow = torch.bfloat16 if options.precision == "bf16" else dtype
@@ -183,6 +183,10 @@ class Participant:
         self.federation = samples.federation(self.name, self.model, data)
         self.programs = self._own_programs()
         """All that this client may be asked, by name."""
+        if self.own.max_epsilon and not self._is_limited():
+            raise Refusal(
+                "wants max-epsilon, and tells what it learns without noise; give sample-dp-noise and its clip."
+            )
 
     @property
     def newcomer(self) -> bool:
@@ -259,7 +263,7 @@ class Participant:
         if noised:
             question, most = _question(program, asked, shared, mine), self.own.max_answers
             with self.store.alone():
-                reply = _on(self.store.once(run, question, reply, most, self._spent_beside(program)),
+                reply = _on(self.store.once(run, question, reply, most, self._spent_beside(program), self._limit),
                             self.federation.device)  # fmt: skip
         if masking:
             reply = masking(reply)
@@ -277,17 +281,23 @@ class Participant:
         noise, size = self.config.sample_dp_noise, min(self.config.batch_size, samples)
         one = Release(0, program.name, noise, "poisson", samples, size, secrets.token_hex(8),
                       steps_of(samples, batches), "sample", (self.name,))  # fmt: skip
-        most = self.own.max_epsilon
         with self.store.alone():
-            known = [other for other in self.store.releases() if not other.what.startswith(EVALUATION)]
-            if most and epsilon([*known, one], self.own.dp_delta) > most:
-                raise Refusal(f"would spend more than epsilon {most:g} on each of its samples, its own max-epsilon.")
-            self.store.release(one)
+            self.store.release(one, self._limit)
+
+    @property
+    def _limit(self) -> Limit:
+        return Limit(self.own.max_epsilon, self.own.dp_delta)
+
+    def _is_limited(self) -> bool:
+        """Whether there is noise on what it tells: of a participant, on what it learns in training."""
+        noisy = self.own.evaluation == "noised" or any(one.noise for one in self.programs.values())
+        return hides_samples(self.config) or (self.newcomer and noisy)
 
     def _spent_beside(self, program: Program) -> Release | None:
         """What an answer with noise spends of samples' privacy where nothing is trained."""
-        if program.noise and program.noise.unit == "sample":
-            noise = program.noise.scale
+        if program.noise and program.noise.mechanism == "gaussian":
+            # a bound on all that a client tells lets one sample move it by two
+            noise = program.noise.scale / (1 if program.noise.unit == "sample" else 2)
         elif program.name.startswith(EVALUATION):  # a sample moves three sums
             noise = self.own.evaluation_noise / math.sqrt(3)
         else:
@@ -295,7 +305,7 @@ class Participant:
         assert program.batches is not None
         samples = len(self.federation.roster[self.name].rows[program.batches.split])
         return Release(0, program.name, noise, "poisson", samples, samples, secrets.token_hex(8), unit="sample",
-                       who=(self.name,))  # fmt: skip
+                       who=(self.name,), split=program.batches.split)  # fmt: skip
 
     def _program(self, name: str) -> Program:
         """The program of that name, from this client's own method file and config."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from fedloom import algorithms
 from fedloom.core.config import build
 from fedloom.core.errors import ConfigError, NeedsError, RunError
-from fedloom.deploy.options import Settings, in_toml, read
+from fedloom.deploy.options import Settings, code_in, in_toml, read
 from fedloom.deploy.processes import Processes, free_port, wait_for_port
 from fedloom.deploy.store import write_private
 from fedloom.deploy.trial import Trial, deal, network
@@ -112,6 +112,7 @@ class LocalFederation:
         """A node, with its own folder."""
         folder = self.app.local / "nodes" / file_name(client)
         told = {"client": client, "folder": str(folder), "data": str(folder / "data.npz"), **config}
+        told |= code_in(self.app.settings)  # who tries an app here means what it names
         words = " ".join(f"{name}={in_toml(value)}" for name, value in told.items())
         way = ["--insecure"]
         if self.keys:

@@ -21,6 +21,7 @@ from fedloom.core.errors import ConfigError, NeedsError, unknown
 from fedloom.core.noised import hides_samples
 from fedloom.core.task import CLASSIFICATION, SEQUENCE, Task
 from fedloom.core.tokens import Tokens
+from fedloom.core.trust import outside
 from fedloom.data.preparation import Preparation
 from fedloom.runs.options import RunOptions
 from fedloom.training.config import check_together
@@ -142,8 +143,8 @@ class NodeOptions:
     adapt_noise: float | None = option(None, "Its own noise on that, in units of the bound.", low=0)
     max_epsilon: float = option(
         0.0,
-        "With sample-dp-noise: the most that all its answers in training spend of each sample's privacy, kept count of "
-        "in its folder over all runs; then it refuses. 0: no limit.",
+        "The most that all its answers with noise spend of each sample's privacy, kept count of in its folder over all "
+        "runs; then it refuses. 0: no limit.",
         low=0,
     )
     dp_delta: float = option(1e-5, "Delta for that epsilon; far below 1 / samples.", above=0, high=0.1)
@@ -235,6 +236,23 @@ def read(table: Mapping[str, Any]) -> Settings:
     if settings.sums:
         _check_summed(settings)
     return settings
+
+
+def code_options(settings: Settings) -> dict[str, Any]:
+    """The options of the table that may name code, with their values."""
+    kinds = ((settings.run, SHARED), (settings.config, tuple(field.name for field in fields(settings.config))))
+    return {
+        field.name: getattr(part, field.name)
+        for part, names in kinds
+        for field in fields(part)
+        if field.name in names and field.metadata.get("code")
+    }
+
+
+def code_in(settings: Settings) -> dict[str, str]:
+    """Those of them that name code outside of fedloom."""
+    kinds = RunOptions, type(settings.config)
+    return {name: value for name, value in code_options(settings).items() if outside({name: value}, *kinds)}
 
 
 def _check_summed(settings: Settings) -> None:

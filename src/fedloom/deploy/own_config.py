@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.core.config import build, with_implied
 from fedloom.core.errors import ConfigError
-from fedloom.deploy.options import NodeOptions
+from fedloom.deploy.options import NodeOptions, Settings, code_in, code_options
 from fedloom.deploy.store import Refusal
 from fedloom.runs.options import RunOptions
 
@@ -70,14 +70,29 @@ class OwnConfig(dict[str, Any]):
         self.read |= super().keys()
         return super().items()
 
-    def check_all_read(self, config: Any) -> None:
+    def check_all_read(self, settings: Settings) -> None:
         """Refuse to take part with an option that nothing reads: who wrote it relies on it."""
-        known = {field.name.replace("_", "-") for kind in (NodeOptions, type(config)) for field in fields(kind)}
+        options = {field.name for kind in (NodeOptions, type(settings.config)) for field in fields(kind)}
+        known = {name.replace("_", "-") for name in options | code_options(settings).keys()}
         for name in sorted(super().keys() - self.read - set(USUAL)):
             if name.replace("_", "-") not in known:
                 near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
                 hint = f"; did you mean {near[0]!r}?" if near else ", nor has the method such an option."
                 raise Refusal(f"has {name!r} in its own config, which nothing reads{hint} Mend it, or leave it out.")
+
+
+def check_code(settings: Settings, node: NodeConfig) -> None:
+    """Refuse to import anything that the app's table names and this node's own config does not."""
+    code = code_in(settings)
+    for name, value in code_options(settings).items():
+        option = name.replace("_", "-")
+        own = node.get(option, node.get(name))
+        if own is None and name in code:
+            raise Refusal(
+                f"does not run {value} ({option}), which its own config does not name; give it there as well."
+            )
+        if own is not None and own != value:
+            raise Refusal(f"has {own} for {option} in its own config, and the app has {value or 'nothing'}.")
 
 
 def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
@@ -98,6 +113,9 @@ def own_config(config: Any, node: NodeConfig) -> Any:
     names = {field.name for field in fields(config)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}
+    epsilon, delta = (name.replace("_", "-") for name in getattr(type(config), "NEWCOMERS_PRIVACY", ("", "")))
+    if epsilon.replace("-", "_") in own and delta.replace("-", "_") not in own:
+        raise Refusal(f"wants {epsilon} of its own with the app's {delta}, on which its noise depends too; give both.")
     own = with_implied(type(config), own)
     try:
         made = build(type(config), own)

@@ -32,7 +32,7 @@ from fedloom.data.arrays import Arrays
 from fedloom.data.registry import load
 from fedloom.deploy.client import answer
 from fedloom.deploy.local import LINK, App, LocalFederation, follow
-from fedloom.deploy.options import SHARED, check_name, read
+from fedloom.deploy.options import SHARED, check_name, code_in, read
 from fedloom.deploy.processes import wait_for_port
 from fedloom.deploy.template import write_app
 from fedloom.deploy.trial import Trial
@@ -132,6 +132,7 @@ def simulated_app(options: Mapping[str, Any], folder: str) -> ClientApp:
         own = f"{folder}/{file_name(one.id)}"
         node = {"client": one.id, "folder": own, "role": role, "device": str(federation.device), "min-batch": 1}
         settings = read(context.run_config)
+        node |= code_in(settings)
         blind = one.unseen and not algorithms.get(settings.method).needs_labels(settings.config)
 
         def data(node: Any) -> Any:

@@ -26,11 +26,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import mkstemp
+from typing import NamedTuple
 
 from fedloom.core.errors import RunError
 from fedloom.core.trees import Tree
 from fedloom.core.wire import decode, encode
-from fedloom.privacy.ledger import Release, releases_of
+from fedloom.privacy.ledger import Release, epsilon, releases_of
 from fedloom.runs.files import TEMPORARY, append, cut_torn_line, to_json, write_file, writing
 from fedloom.runs.lock import locked
 
@@ -42,6 +43,17 @@ KEPT = 100
 
 _RUN = re.compile(r"(?!(?:secret|name|client|answers|lock)$)[\w-]{1,64}")  # not those of the files beside
 _MEMORY = re.compile(rf"(?:{re.escape(TEMPORARY)})?memory-(\d+)\.safetensors")
+
+
+class Limit(NamedTuple):
+    """The most that may be spent of the privacy of each sample."""
+
+    epsilon: float
+    """0: no limit."""
+    delta: float
+
+
+UNLIMITED = Limit(0.0, 1e-5)
 
 
 class Refusal(RunError):
@@ -142,7 +154,9 @@ class Store:
                     time.sleep(0.05)
             yield
 
-    def once(self, run: str, question: bytes, answer: Tree, most: int, spent: Release | None = None) -> Tree:
+    def once(
+        self, run: str, question: bytes, answer: Tree, most: int, spent: Release | None = None, limit: Limit = UNLIMITED
+    ) -> Tree:
         """The answer that was given to that question before; else this one, which counts as one of ``most``.
 
         Noise that is drawn anew whenever somebody asks can be averaged away. ``spent``: what this answer makes public.
@@ -154,11 +168,11 @@ class Store:
         given = int(count.read_text()) if count.is_file() else 0
         if given >= most:
             raise Refusal(f"has given {given} answers with noise on them, as many as its own max-answers allows.")
+        if spent:
+            self.release(spent, limit)
         self.made_for(run)
         folder.mkdir(exist_ok=True, mode=0o700)
         write_file(count, str(given + 1).encode())  # before anything is told
-        if spent:
-            self.release(spent)
         write_file(file, encode(answer))
         kept = sorted(folder.glob("*.safetensors"), key=lambda one: one.stat().st_mtime_ns)
         for old in kept[:-KEPT]:
@@ -173,8 +187,14 @@ class Store:
         *lines, _ = path.read_text().split("\n")  # after the last one is what a killed process did not finish
         return releases_of(map(json.loads, lines))
 
-    def release(self, one: Release) -> None:
-        """Write down what is about to be told."""
+    def release(self, one: Release, limit: Limit = UNLIMITED) -> None:
+        """Write down what is about to be told; refuse what would spend more of a sample's privacy than the limit."""
+        if limit.epsilon:
+            alike = [other for other in self.releases() if other.split == one.split]
+            if epsilon([*alike, one], limit.delta) > limit.epsilon:
+                raise Refusal(
+                    f"would spend more than epsilon {limit.epsilon:g} on each of its samples, its own max-epsilon."
+                )
         path = self.folder / "privacy.jsonl"
         cut_torn_line(path)
         append(path, to_json(one._asdict()))

@@ -59,6 +59,8 @@ class Release(NamedTuple):
     who: tuple[str, ...] = ()
     """The clients whose samples these are."""
     mechanism: Mechanism = "gaussian"
+    split: str = "train"
+    """Where the samples are: those of another split are others."""
 
     @property
     def is_bounded(self) -> bool:
@@ -130,7 +132,7 @@ Kinds = tuple[tuple[Release, int], ...]
 
 
 def _kind(release: Release) -> Release:
-    return release._replace(round=0, what="", draw="", times=1, who=())
+    return release._replace(round=0, what="", draw="", times=1, who=(), split="")
 
 
 def _kinds(releases: Iterable[Release]) -> Kinds:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.contract import Ask, Batch, Batches, Home, Program, Setup
+from fedloom.core.contract import Ask, Batch, Batches, Home, Noise, Program, Setup
 from fedloom.core.random import fold, normal
 from fedloom.core.trees import ClientId, PerClient, Tree
 
@@ -44,7 +44,10 @@ def label_counts() -> Program:
 def label_shares(noise: float = 0.0) -> Program:
     """The program; the client also keeps its exact counts, as ``memory["label_counts"]`` if it has such a place."""
     batches = Batches("train", 512, epochs=1, shuffle=False)
-    return Program("label_shares", _init, _step, partial(_final, noise), batches, _expects, of_data_alone=True)
+    told = Noise("gaussian", noise) if noise else None
+    return Program(
+        "label_shares", _init, _step, partial(_final, noise), batches, _expects, noise=told, of_data_alone=True
+    )
 
 
 def _init(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tensor:

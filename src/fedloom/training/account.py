@@ -170,6 +170,7 @@ class Account:
             self._check_round()
         if what == SETTLING and job.program.name in self._settling:
             self._write(self._of_settling(about.draw))
+            return
         noise = job.program.noise
         if job.hides_samples:
             self._hidden(job, about)
