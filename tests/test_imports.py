@@ -52,6 +52,20 @@ def test_nothing_outside_an_engine_writes_into_it() -> None:
     assert not [(path.name, line) for path in others for line in path.read_text().splitlines() if written.search(line)]
 
 
+def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
+    """A process starts for every ask of a deployed client."""
+    slow = {"scipy", "sklearn"}
+    at_once = {
+        (path.name, name)
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else
+                     [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        if name and name.partition(".")[0] in slow
+    }  # fmt: skip
+    assert not at_once
+
+
 def test_torchvision_is_never_imported() -> None:
     assert not [path for path in FILES if "import torchvision" in path.read_text()]
 

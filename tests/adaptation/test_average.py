@@ -55,8 +55,8 @@ def test_a_small_weight_bounds_the_past() -> None:
 @pytest.mark.parametrize("name", CAN)
 def test_training_goes_on_from_the_last_state(name: str) -> None:
     method = algorithms.get(name)
-    federation = small_federation(models_for(method, "lenet:kernels=2", "mlp:hidden=5"))
-    plain, averaged = (play(one, federation, rounds=3) for one in (method, with_average(method, 0.9)))
+    federation = small_federation(models_for(method, "mlp:hidden=5", "mlp:hidden=6"))
+    plain, averaged = (play(one, federation, rounds=2) for one in (method, with_average(method, 0.9)))
     one, other = flatten(plain.state._asdict()), flatten(averaged.state.last)
     assert one.keys() == other.keys() and all(torch.equal(one[path], other[path]) for path in one)
     mean = flatten(averaged.state.mean)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fedloom.adaptation.checks import STATISTICS
@@ -95,16 +94,18 @@ def report_of(state: Any, memory: Tree, samples: int, names: Sequence[str]) -> R
 
 def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Sequence[str]) -> Report:
     """The report on a newcomer from what it kept of its admission (``prior._estimate_final``)."""
+    from scipy.special import chdtrc  # the tail of chi-squared; slow to import
+
     found: Tree = memory["admission"]
     posterior = Estimate(memory["label_counts"].cpu(), alpha.cpu(), found["evidence"].cpu())
     bounds = torch.stack([posterior.shares.double(), *posterior.interval(LEVEL)]).T.tolist()
     shares = tuple(Share(name, *row) for name, row in zip(names, bounds))
     degrees = len(alpha) - 1
     ratio = max(0.0, float(found["ratio"]))
-    shift = Test(ratio, degrees, float(stats.chi2.sf(ratio, degrees)))
+    shift = Test(ratio, degrees, float(chdtrc(degrees, ratio)))
     misfit, weight, labelled = float(found["misfit"]), float(found["weight"]), round(float(found["labelled"]))
     known = float(reference["samples"]) > 0
-    fit = Test(misfit, STATISTICS, float(stats.chi2.sf(misfit, STATISTICS))) if known else None
+    fit = Test(misfit, STATISTICS, float(chdtrc(STATISTICS, misfit))) if known else None
     trust, gain = float(memory["trust"]), _gain(found)
     most = float(found["most"])
     fitting, cautious = weight / most if most else 1.0, weight < most or trust < 1
@@ -116,11 +117,13 @@ def report(memory: Tree, alpha: Tensor, reference: Tree, samples: int, names: Se
 
 def _gain(found: Tree) -> Gain | None:
     """A prediction interval for one more client: Student's t over participants."""
+    from scipy.special import stdtrit
+
     number = round(float(found["clients"]))
     if number < 2:
         return None
     mean, spread = float(found["gain"]), float(found["spread"])
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, number - 1)) * spread * (1 + 1 / number) ** 0.5
+    reach = float(stdtrit(number - 1, (1 + LEVEL) / 2)) * spread * (1 + 1 / number) ** 0.5
     return Gain(mean, mean - reach, mean + reach, number)
 
 

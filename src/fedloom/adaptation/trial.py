@@ -19,7 +19,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fedloom.adaptation.calibration import Fitted, Privacy
@@ -86,6 +85,8 @@ def by_group(mine: PerClient, others: PerClient) -> list[list[ClientId]]:
 
 def judged(tried: Tensor, plain: Tensor, right: Tensor) -> Trial:
     """What follows from the accuracies of participants (clients, sizes), twice, and (clients, sizes, parts)."""
+    from scipy.special import stdtrit  # quantiles of Student's t; slow to import, and clients need none
+
     found: list[tuple[float, float, float, float, float]] = []
     for row, size in enumerate(SIZES):
         took = tried[:, row] > 0.5
@@ -96,7 +97,7 @@ def judged(tried: Tensor, plain: Tensor, right: Tensor) -> Trial:
             continue
         mean, spread = gains.mean(0), gains.std(0)
         error = spread / number**0.5
-        clear = mean > float(stats.t.ppf(SURE, number - 1)) * error
+        clear = mean > float(stdtrit(number - 1, SURE)) * error
         best = int(torch.where(clear, mean, -torch.inf).argmax())
         as_good = clear & (mean >= mean[best] - error[best])  # within one standard error of the best
         chosen = int(as_good.nonzero().max()) if bool(clear.any()) else len(PARTS) - 1
