@@ -148,7 +148,11 @@ def folder_of(own: NodeOptions) -> tuple[Store, ClientId]:
 
 
 class Participant:
-    """A client on its own machine."""
+    """A client on its own machine, for the one message that this process answers.
+
+    What lasts is in the node's folder (``deploy.store``). To make one reads the data and builds the network; who must
+    not take part is refused here, before anything is computed.
+    """
 
     def __init__(
         self,
@@ -194,6 +198,7 @@ class Participant:
         return self.own.role == "newcomer"
 
     def _own_programs(self) -> dict[str, Program]:
+        """All that this client may be asked, by name, made from its own method file and config."""
         evaluation = Evaluation(self.own.evaluation, self.own.evaluation_noise)
         found = allowed(self.algorithm, self.config, self.model, self.newcomer, evaluation)
         if self.settings.preparation and not self.newcomer:
@@ -211,6 +216,7 @@ class Participant:
         return found
 
     def _in_large_batches(self, program: Program) -> Program:
+        """The program with no batch below ``min-batch`` samples: what a pass leaves joins the batch before."""
         if program.batches is None:
             return program
         if program.batches.size < self.own.min_batch:
@@ -243,7 +249,11 @@ class Participant:
         return pack({**facts, "model": json.dumps([self.model.spec.name, self.model.spec.options])})
 
     def answer(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:
-        """Run a program; remember what it says to remember."""
+        """Run a program; remember what it says to remember. The order of the steps is that of the module's docstring.
+
+        What the answer spends of privacy is written down before anything is computed; the memory is kept last, when
+        there is an answer that can be told.
+        """
         run, start, end = str(asked["run"]), int(asked["from_version"]), int(asked["to_version"])
         program = self._program(str(asked["program"]))
         self._check_told(asked)
@@ -371,6 +381,7 @@ class Participant:
         return Sequential(federation, self.algorithm, self.config, self.settings.run.seed, machine)
 
     def _memory(self, run: str, version: int) -> Tree | None:
+        """What this client kept in that version; None before its first ask."""
         found = self.store.load(run, version)
         return None if found is None else _on(found, self.federation.device)
 

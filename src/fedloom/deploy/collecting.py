@@ -99,6 +99,11 @@ class Collector:
         return Outcome(PerClient([(clients, stacked)]), PerClient.of(memories), self._dropped, seconds, 4 * self._size)
 
     def _keys(self) -> dict[ClientId, Advert]:
+        """Step 1: each client's public keys for this sum, and its commitment to the seed of its own mask.
+
+        A client that has unmasked a sum of this round says so instead. Where too few are left for that, the round is
+        spent (``SpentRound``), up to the median of what clients name if half of those asked do: one could name any.
+        """
         spent: dict[ClientId, int] = {}
 
         def read(client: ClientId, facts: Mapping[str, Any]) -> Advert:
@@ -121,7 +126,7 @@ class Collector:
         return adverts
 
     def _letters(self, adverts: Mapping[ClientId, Advert]) -> dict[ClientId, dict[ClientId, bytes]]:
-        """The sealed shares of each client, by whom they are for."""
+        """Step 2: the shares of each client's seeds, sealed, by whom they are for. The server can open none."""
         told = json.dumps(adverts)
 
         def read(client: ClientId, facts: Mapping[str, Any]) -> dict[ClientId, bytes]:
@@ -137,7 +142,10 @@ class Collector:
     def _vectors(
         self, adverts: Mapping[ClientId, Advert], letters: Mapping[ClientId, Mapping[ClientId, bytes]]
     ) -> tuple[dict[ClientId, masks.Whole], dict[ClientId, Tree]]:
-        """What each client masked, and the memory that goes with it."""
+        """Step 3: what each client masked, (numbers,) modulo 2^32, and the memory that goes with it.
+
+        This is the ask itself: clients train here, once they have opened the letters of the others.
+        """
         engine, job = self._engine, self._job
         contents = {}
         for client in letters:
@@ -156,6 +164,8 @@ class Collector:
         return {c: vector for c, (vector, _) in found.items()}, {c: memory for c, (_, memory) in found.items()}
 
     def _signatures(self, adverts: Mapping[ClientId, Advert], clients: Collection[ClientId]) -> dict[ClientId, bytes]:
+        """Step 4, where keys are signed: each client signs whose changes came, so that all unmask one sum."""
+
         def read(client: ClientId, facts: Mapping[str, Any]) -> bytes:
             return words_in(json.dumps({client: facts["signature"]}), SIGNATURE)[client]
 
@@ -171,7 +181,11 @@ class Collector:
         vectors: Mapping[ClientId, masks.Whole],
         signatures: Mapping[ClientId, bytes],
     ) -> masks.Whole:
-        """The sum of the changes, without masks."""
+        """Step 5: the sum of the changes, without masks.
+
+        Of those whose change came the own mask is taken off; of those who left after their shares the masks that they
+        have in common with the others, which have nobody to cancel them. Nobody tells both of one client.
+        """
         gone = set(letters) - set(vectors)
 
         def read(client: ClientId, facts: Mapping[str, Any]) -> dict[str, dict[ClientId, bytes]]:
@@ -215,7 +229,11 @@ class Collector:
         return total
 
     def _mean(self, numbers: np.ndarray, clients: int) -> Tree:
-        """The mean as a reply."""
+        """The mean as a reply, from (change, loss, clients that were shortened), each of them a mean over clients.
+
+        A mean longer than the bound on each of its parts cannot be: a client lied. Where all were shortened and the
+        change is zero, none of them was finite.
+        """
         engine, bound = self._engine, self._sums.norm
         change, (loss, longer) = numbers[:-2], numbers[-2:].tolist()
         norm = float(np.linalg.norm(change))
@@ -242,11 +260,13 @@ class Collector:
         return ordered
 
     def _content(self, client: ClientId, part: str, **facts: str) -> RecordDict:
+        """A message of this sum."""
         return pack({**self._engine.ticket(self._job, client), "number": self._sum.number, "part": part, **facts})
 
     def _hear(
         self, contents: Mapping[ClientId, RecordDict], read: Callable[[ClientId, Mapping[str, Any]], Answer]
     ) -> dict[ClientId, Answer]:
+        """As ``_hear_of``, of answers that are facts alone."""
         return self._hear_of(contents, lambda client, answer: read(client, facts_of(answer)), SUM)
 
     def _hear_of(
@@ -279,6 +299,7 @@ class Collector:
         return max(FEWEST, threshold(len(adverts)), -int(-(quorum - 1e-9) // 1))
 
     def _check_enough(self, found: Collection[ClientId], adverts: Collection[ClientId], what: str) -> None:
+        """Give the sum up where fewer than ``_fewest`` gave ``what``; the error names who was left out, and why."""
         least = self._fewest(adverts)
         if len(found) >= least:
             return

@@ -50,7 +50,12 @@ from fedloom.training.trainer import Trainer
 
 
 class Deployment(Trainer):
-    """A federation of machines in training."""
+    """A federation of machines in training: rounds, evaluations and admissions are those of ``Trainer``.
+
+    What differs is that clients come and go (``present``, ``look``), that a round can be done again (``train_round``),
+    that what clients say of themselves is believed within bounds (``_counted``), and that a checkpoint says who the
+    clients are (``meta``, ``saved``, ``mark``, ``go_back``).
+    """
 
     saves_every_round = True
     secret = True
@@ -137,7 +142,12 @@ class Deployment(Trainer):
         self.preparation = preparation.as_text() if preparation else ""
 
     def train_round(self) -> dict[str, Any]:
-        """One round with those who are connected; done again where too few answer."""
+        """One round with those who are connected; done again where too few answer.
+
+        A repetition is the same round from the same state: what the first attempt trained is forgotten. Only a secure
+        sum that was unmasked cannot be repeated, and the number of the round moves on (``SpentRound``). The record has
+        the reasons, and who was refused meanwhile.
+        """
         failures: list[str] = []
         while True:
             self._gather()
@@ -226,7 +236,10 @@ class Deployment(Trainer):
             self.look()
 
     def _take_in(self, one: Greeting) -> None:
-        """A client that came after the beginning: as a participant if the method has room, else as a newcomer."""
+        """A client that came after the beginning: as a participant if the method has room, else as a newcomer.
+
+        Where anything fails the client is refused, and the federation is what it was.
+        """
         common = next(other.model for other in self.greetings if other.role == "participant")
         if self.server.algorithm.needs.same_model and one.model != common:
             self.lobby.refuse(one.client, OTHER_NETWORK)
@@ -256,10 +269,12 @@ class Deployment(Trainer):
         return replace(self.server.setup, clients=federation.participants, models=federation.models)
 
     def _enlist(self, greetings: Sequence[Greeting], state: Any = None) -> None:
-        """Have these clients from now on; ``state`` is that for them, if it is another one."""
-        self.greetings = list(greetings)
-        federation = self.known.federation(greetings)
-        self.server.setup = self._setup_for(greetings)
+        """Have these clients from now on; ``state`` is that for them, if it is another one.
+
+        Setup, roster, cohort and engine follow from who the clients are, and are made anew together.
+        """
+        federation, setup = self.known.federation(greetings), self._setup_for(greetings)  # which can fail
+        self.greetings, self.server.setup = list(greetings), setup
         preparation = self.server.roster.preparation
         self.server.roster = roster_of(federation, greetings, *self.server.roster[2:4])
         clients = len(federation.participants)

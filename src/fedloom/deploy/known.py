@@ -67,7 +67,11 @@ class Known(NamedTuple):
 
 
 def check_of(settings: Settings) -> Callable[[Greeting], None]:
-    """Fails where a client cannot be served."""
+    """What the lobby calls with each greeting: it fails, in a sentence, where that client cannot be served.
+
+    A client is looked at as if it were alone: what needs several of them, such as one network for all, is looked at
+    when enough have come (``waiting.wait_for``).
+    """
     known, algorithm = Known.of(settings), algorithm_of(settings.method, settings.run)
 
     def check(one: Greeting) -> None:

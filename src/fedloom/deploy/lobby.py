@@ -102,6 +102,7 @@ class Lobby:
             time.sleep(POLL)
 
     def _answered(self, info: Any, answer: RecordDict | str) -> None:
+        """A node's answer to the greeting: it is a client from now on, or is turned away for ``PATIENCE`` seconds."""
         node = info.node_id
         who = f"node {node}"
         try:
@@ -119,6 +120,7 @@ class Lobby:
         self._turn_away(self.nodes.pop(client), str(Malformed(f"client {client} {reason}")))
 
     def _turn_away(self, node: int, reason: str) -> None:
+        """Write down why a node is no client, and try it again later: what is wrong with it may be mended."""
         self._strangers[node] = time.monotonic() + PATIENCE
         self.refused.append(reason)
         log.warning("Refused: %s", reason)
@@ -165,6 +167,7 @@ class Lobby:
         return found
 
     def _name(self, info: Any) -> ClientId | None:
+        """Whose key the link has checked; None where there are no keys, and the node says who it is."""
         if self._keys is None:
             return None
         name = self._keys.get(bytes(info.public_key))
@@ -173,6 +176,10 @@ class Lobby:
         return name
 
     def _greet(self, node: int, name: ClientId | None, answer: RecordDict | str) -> None:
+        """Take a node in as the client that it says it is, if it is that client and the federation can serve it.
+
+        A client that comes back keeps what it told the first time: the state was made for that.
+        """
         if isinstance(answer, str):
             raise Malformed(answer)
         greeting = read_hello(facts_of(answer), name)

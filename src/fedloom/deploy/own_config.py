@@ -24,7 +24,7 @@ USUAL = ("data", "model", "partition-id", "num-partitions")
 
 
 def own_options(node: NodeConfig) -> NodeOptions:
-    """What the node decides for itself."""
+    """What the node decides for itself: the options of its own config that are those of ``NodeOptions``."""
     names = {field.name for field in fields(NodeOptions)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     try:
@@ -109,7 +109,10 @@ def own_privacy(options: RunOptions, own: NodeOptions) -> RunOptions:
 
 
 def own_config(config: Any, node: NodeConfig) -> Any:
-    """The method's config with the options that this node was given."""
+    """The method's config with the options that this node was given; others follow from these as anywhere.
+
+    Refused is what would make it another model than the federation's (``form``).
+    """
     names = {field.name for field in fields(config)}
     given = {name.replace("-", "_"): value for name, value in node.items()}
     own = {name: value for name, value in given.items() if name in names}

@@ -70,7 +70,11 @@ class OwnSamples(NamedTuple):
         return raw.astype(np.float64) if self.raw else self.preparation.apply(raw)
 
     def _checked(self, split: str, x: Any, y: Any) -> tuple[Tensor, Tensor]:
-        """Samples and labels of a split, checked against what the federation is for."""
+        """Samples and labels of a split, checked against what the federation is for.
+
+        Samples are (number, *shape) and finite, tokens in the vocabulary; labels are (number,), or one for each token,
+        -1 where there is none. Names of classes are turned into the federation's numbers.
+        """
         shape, outputs, task = self.settings.deploy.shape, self.settings.deploy.num_outputs, self.settings.task
         if self.preparation:
             y = labels_among(x, self.preparation) if y is None else y

@@ -72,6 +72,7 @@ def _model(
     dtype: torch.dtype,
     tokens: Tokens | None,
 ) -> contract.Model:
+    """A client's network as the server knows it: its size alone, or one that can be built here."""
     if one.model is None:
         return SizeOnly(SizeSpec(one.size, shape, outputs, tokens), device, dtype)
     name, options = one.model

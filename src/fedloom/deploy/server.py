@@ -77,7 +77,11 @@ def _begun(path: Path) -> RunDirectory:
 
 
 def start(grid: Grid, settings: Settings, out: Path, shown: Display) -> None:
-    """A new run, with the clients that are there when enough are."""
+    """A new run, with the clients that are there when enough are.
+
+    The directory is made only then: a server that waited in vain leaves nothing behind. Its first checkpoint is that of
+    round 0, since only a checkpoint says who the clients are.
+    """
     lobby = lobby_of(grid, settings, secrets.token_hex(8))
     same = algorithm_of(settings.method, settings.run).needs.same_model
     wait_for(lobby, settings.deploy.nodes, settings.deploy.wait, shown.wait, same_model=same)
@@ -123,7 +127,11 @@ def admit(grid: Grid, settings: Settings, directory: RunDirectory, shown: Displa
 
 
 def reopened(grid: Grid, settings: Settings, directory: RunDirectory, which: Any) -> Deployment:
-    """The deployment of a checkpoint, with its clients, connected or not."""
+    """The deployment of a checkpoint, with its clients, connected or not.
+
+    Clients are told to keep the memories of all checkpoints that are there, not of this one alone: a run may go on from
+    an earlier one.
+    """
     checkpoint = directory.load(which)
     kept = checkpoint.meta.get("deployment")
     if kept is None:
@@ -159,6 +167,11 @@ def lobby_of(grid: Grid, settings: Settings, run: str) -> Lobby:
 
 
 def _run(deployment: Deployment, directory: RunDirectory, shown: Display) -> None:
+    """Train to the end, then deliver.
+
+    Where no client can begin from the last checkpoint, and others began from the one before, the last is removed: its
+    round looked sound, and whoever resumed from it would fail in the same way.
+    """
     deployment.tell = shown.wait
     try:
         train(deployment, directory, shown)
@@ -186,6 +199,7 @@ def _before_unsound(deployment: Deployment, directory: RunDirectory) -> int | No
 
 
 def _note(directory: RunDirectory, deployment: Deployment) -> None:
+    """Write down what the server runs on, who its clients are and which networks they have."""
     server = deployment.server
     found = environment(server.options.seed, server.options.device)
     models = [str(model.spec) for model in server.setup.architectures.values()]

@@ -135,7 +135,10 @@ class Member:
             total = total + mask if self.client < other else total - mask
         return {"masked": torch.from_numpy(total.view(np.int32))}
 
+    # Each step takes a message and what was kept, and gives what is to be kept and what is told: it is kept first.
+
     def _keys(self, asked: Mapping[str, Any], before: Notes) -> tuple[Notes, dict[str, str]]:
+        """Begin a sum: new seeds, and the public half of each. Whatever was left of one before is forgotten."""
         if self.sum.number <= before.number:
             raise Refusal("was asked to begin a sum that it has begun before.")
         if self.sum.round <= before.round:
@@ -150,6 +153,11 @@ class Member:
         return notes, {"keys": json.dumps(advert)}
 
     def _shares(self, asked: Mapping[str, Any], before: Notes) -> tuple[Notes, dict[str, str]]:
+        """Share the seeds of both masks with all others, each share sealed for one of them.
+
+        The keys are looked at first: the own ones must be among them, none may be there twice, or the server could
+        stand for several clients, and each must be signed by its client where there are ``peers``.
+        """
         self._check_step(before, "keys")
         adverts = adverts_in(asked["adverts"])
         self._check_many(adverts)
@@ -174,6 +182,7 @@ class Member:
         return notes, {"letters": as_text(letters)}
 
     def _letters(self, asked: Mapping[str, Any], before: Notes) -> tuple[Notes, dict[str, str]]:
+        """Open what the others shared with this node. From here on it trains, and masks its change, once."""
         self._check_step(before, "shares")
         letters = words_in(asked["letters"])
         self._check_many({*letters, self.client}, among=before.adverts)
@@ -190,6 +199,7 @@ class Member:
         return before._replace(step="train", shares=found), {}
 
     def _agree(self, asked: Mapping[str, Any], before: Notes) -> tuple[Notes, dict[str, str]]:
+        """Sign for the clients whose changes came, as the server says: it must not tell others differently."""
         self._check_step(before, "train")
         if self._identity is None:
             raise Refusal("was asked to sign for clients of a sum, and has no identity.")
@@ -198,6 +208,10 @@ class Member:
         return before._replace(step="agree", agreed=tuple(sorted(clients))), {"signature": signature}
 
     def _unmask(self, asked: Mapping[str, Any], before: Notes) -> tuple[Notes, dict[str, str]]:
+        """Tell, of clients whose changes came, the share of their own mask, and of the others that of their second key.
+
+        Then the sum is over: nothing of it is kept but its number and its round, which is never summed again.
+        """
         self._check_step(before, "agree" if self._identity else "train")
         clients = self._changed(asked, before)
         if self._identity:
@@ -210,6 +224,7 @@ class Member:
         return Notes(before.number, round=self.sum.round), told
 
     def _check_step(self, notes: Notes, wanted: str) -> None:
+        """Refuse a message that does not follow on the last one answered: no step is done twice, and none left out."""
         if (notes.number, notes.of, notes.step) != (self.sum.number, self.sum.round, wanted):
             raise Refusal("was asked for a part of a sum that it has not begun, has told before, or has left.")
 
@@ -230,6 +245,7 @@ class Member:
         return clients
 
     def _check_signed(self, signatures: Mapping[ClientId, bytes], clients: set[ClientId], notes: Notes) -> None:
+        """Refuse to unmask what a threshold of the clients have not signed for: two sums cannot both have as many."""
         assert self._identity is not None
         text = counted(digest(self.sum, notes.adverts), clients)
         good = [c for c, one in signatures.items() if c in clients and self._identity.has_signed(c, one.hex(), text)]
@@ -237,12 +253,14 @@ class Member:
             raise Refusal("was asked to unmask a sum for which too few of its clients have signed.")
 
     def _seal(self, seeds: Mapping[str, bytes], advert: Advert, pact: bytes, client: ClientId) -> bytes:
+        """The key for letters between this node and that client, the same in both directions."""
         return masks.agreed(seeds["seal"], bytes.fromhex(advert.seal), addressed(pact, *sorted([self.client, client])))
 
     def _said_well(
         self, step: Callable[[Mapping[str, Any], Notes], tuple[Notes, dict[str, str]]],
         asked: Mapping[str, Any], notes: Notes,
     ) -> tuple[Notes, dict[str, str]]:  # fmt: skip
+        """A step; words that it cannot read are refused like what it will not do."""
         try:
             return step(asked, notes)
         except (KeyError, ValueError, TypeError) as error:
@@ -262,6 +280,7 @@ class Member:
             raise Refusal("is at work on another part of a sum.") from error
 
     def _read(self) -> Notes:
+        """What is kept; nothing before the first sum of a run."""
         file = self._store.of_run(self.sum.run) / "sums" / "notes.json"
         if not file.is_file():
             return Notes()

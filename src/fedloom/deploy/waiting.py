@@ -26,7 +26,11 @@ def pause() -> None:
 
 
 def wait_for(lobby: Lobby, number: int, seconds: float, tell: Tell, *, same_model: bool = False) -> None:
-    """Until so many participants are connected; ``same_model``: with one network, the commonest. Others are refused."""
+    """Until so many participants are connected, at most so long; then a ``RoundError`` says who was refused.
+
+    ``same_model``: with one network, the commonest of those that came. Clients with another are refused when there are
+    enough, not before: who comes first should not decide which network it is.
+    """
     end, said = time.monotonic() + seconds, (-1, 0)
     while True:
         lobby.refresh()

@@ -59,6 +59,7 @@ class FastForms(Generic[F]):
         self.kept.clear()
 
     def _build(self, label: str, ways: Iterable[Way]) -> F | None:
+        """The first form that can be built. Full memory is no reason for a slower one: the caller makes room."""
         for way in ways:
             try:
                 return way.build()  # type: ignore[return-value]

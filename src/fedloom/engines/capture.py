@@ -68,7 +68,9 @@ class Recordings:
     def run(self, job: Job, plan: PaddedSchedule, step: Step, facts: Any, carry: Any, own_kernels: bool) -> Any:
         """The carry after every step of ``plan``; None where the steps are few or cannot be recorded.
 
-        The job's program, its models and the shapes must fix what ``step`` does.
+        The job's program, its models and the shapes must fix what ``step`` does. A kind is recorded when it has many
+        steps or comes again; from the third round on it is known how often it comes, and where enough steps are still
+        to come it is compiled as well, once.
         """
         steps, data = len(plan.active), (job.federation.x, job.federation.y)
         if not steps:
@@ -125,6 +127,11 @@ class Recordings:
 
 class CapturedSteps:
     """The steps of one kind of ask: same program, same shapes, at most ``capacity`` steps.
+
+    It lives in fixed places of the GPU's memory. ``_given`` holds what was sent and the facts, ``_carry`` the carry,
+    ``table`` the schedule, (steps, clients, rows and two numbers), and ``counter`` the step that comes next. ``run``
+    fills them and replays; a replay reads the row of the table that the counter points at, writes the carry over the
+    one before, and counts on.
 
     ``ragged``: some clients may have fewer steps than others; they keep their carry when they are done.
     ``own_kernels``: compiled steps may have convolutions by kernels of our own.

@@ -69,7 +69,12 @@ class Stats:
 
 
 class AbstractEngine(abc.ABC):
-    """Clients of a federation, and a way to have them run a program."""
+    """Clients of a federation, and a way to have them run a program.
+
+    All that an engine of another kind must have is ``answer``. It may give the outcomes of a job in any parts and any
+    order, as they come: the session brings replies into the roster's order, so that no sum depends on it. What it may
+    not do is fail for all because of one: a client that cannot be run is in ``Outcome.dropped``, with the reason.
+    """
 
     name: str
 
@@ -157,7 +162,11 @@ class AbstractEngine(abc.ABC):
 
 
 class Session:
-    """One stage of a run. ``memory`` is what clients remember so far, ``stats`` what happened, ``asks`` how often."""
+    """One stage of a run. ``memory`` is what clients remember so far, ``stats`` what happened, ``asks`` how often.
+
+    Nobody else writes into its memory. Whoever began it takes ``memory`` from it if the stage is to count, and leaves
+    it if not: what it was given is as it was.
+    """
 
     def __init__(
         self,
@@ -182,6 +191,10 @@ class Session:
         self, program: Program, shared: Tree, mine: Mapping[ClientId, Tree], means: Means | None = None
     ) -> PerClient:
         """Have the clients in ``mine`` run ``program``; give the usable replies, in the roster's order.
+
+        A reply is usable if it has the shapes that ``program.expects`` says and is finite, memory included; others are
+        dropped, by name and with a reason, and their memory stays what it was. A trusting session only notes whether
+        numbers are finite (``checks``). Where too few are left, the engine's ``check_enough`` raises a ``RoundError``.
 
         ``means``: whoever asks uses the mean of these branches of replies and nothing else. Where the engine adds
         replies up, and they have no others, one reply then stands for all.
@@ -251,7 +264,11 @@ class Session:
         return message
 
     def _accept(self, program: Program, shared: Tree, mine: PerClient, outcome: Outcome) -> list[Part]:
-        """Keep the usable replies and the memory that goes with them; write down the others."""
+        """Keep the usable replies and the memory that goes with them; write down the others.
+
+        Whether numbers are finite is one question for the whole stack, since reading an answer has the host wait for a
+        GPU. Only where it is no are clients looked at one by one.
+        """
         usable: list[Part] = []
         device = self.federation.device
         for clients, replies in outcome.replies.groups:
@@ -320,7 +337,7 @@ def merged(parts: list[Part], federation: Federation) -> PerClient:
 
 
 def joined(outcomes: Sequence[Outcome], federation: Federation) -> Outcome:
-    """The outcomes of parts of a job as one, with stacks in the roster's order."""
+    """The outcomes of parts of a job as one, with stacks in the roster's order: as if it had not been divided."""
     return Outcome(
         merged([group for outcome in outcomes for group in outcome.replies.groups], federation),
         merged([group for outcome in outcomes for group in outcome.memories.groups], federation),
@@ -343,7 +360,7 @@ class AbstractLocalEngine(AbstractEngine):
 
     @abc.abstractmethod
     def run_group(self, job: Job) -> Outcome:
-        """Run clients whose model, ``mine`` and memory have the same shapes."""
+        """Run clients whose model, ``mine`` and memory have the same shapes. It may fail: ``attempt`` then divides."""
 
     def check_hidden(self, job: Job) -> None:
         """As ``AbstractEngine.check_hidden``: each program is tried out once for each architecture."""

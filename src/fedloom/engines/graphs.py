@@ -65,7 +65,10 @@ def warm_up(function: Callable[[], Any]) -> Any:
 
 
 class Reading:
-    """Numbers of a device on their way to the host, which can do other things until they are there."""
+    """Numbers of a device on their way to the host, which can do other things until they are there.
+
+    Made from scalars, at least one, which go over in one copy; on a CPU they are there at once.
+    """
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
         device = numbers[0].device

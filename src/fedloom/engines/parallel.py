@@ -42,7 +42,11 @@ PROGRAMS = 8
 
 
 class AbstractParallel(AbstractLocalEngine):
-    """Parts of a group, each run by an ``inner`` engine in a worker process."""
+    """Parts of a group, each run by an ``inner`` engine in a worker process.
+
+    The same parts are run, by the same inner engine, where there are no workers: on one core, or on a system without
+    fork. A kind says how large a part is (``part_size``).
+    """
 
     inner: AbstractLocalEngine
 
@@ -85,7 +89,7 @@ class AbstractParallel(AbstractLocalEngine):
         return joined(outcomes, job.federation)
 
     def divided(self, job: Job) -> list[Job]:
-        """The parts of a group."""
+        """The parts of a group: equally large but for one client, at most ``part_size``, the larger ones first."""
         clients = job.clients
         number = -(-len(clients) // self.part_size(job))
         if number > EVEN:
@@ -123,7 +127,10 @@ class AbstractParallel(AbstractLocalEngine):
             self.note(text)
 
     def _ready(self, job: Job) -> Workers | None:
-        """Workers that know the program and the data; None where there cannot be any."""
+        """Workers that know the program and the data; None where there cannot be any.
+
+        They are forked anew as seldom as can be, so they know the programs that came before, ``PROGRAMS`` of them.
+        """
         if self._processes == 1 or not possible():
             return None
         program = job.program
@@ -144,7 +151,10 @@ class AbstractParallel(AbstractLocalEngine):
         return self._workers
 
     def work(self, note: Any, tree: Tree) -> tuple[Any, Tree]:
-        """What a worker does with a part, in its own copy of the engine."""
+        """What a worker does with a part, in its own copy of the engine.
+
+        ``note`` and ``tree`` are what ``prepare`` of ``_everywhere`` made; what goes back is taken apart there.
+        """
         which, moment, clients, secret_noise = note
         self.machine.take_over(self.federation.device)
         remembered = PerClient([(clients, tree["memory"])])

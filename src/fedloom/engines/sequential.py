@@ -62,7 +62,12 @@ def one_by_one(step: Callable[..., Any], fixed: Any, carry: Any, batches: Iterab
 
 
 def run_client(job: Job, client: ClientId, shared: Tree, mine: Tree, steps: Steps = one_by_one) -> tuple[Tree, Tree]:
-    """What the client itself would do on a machine of its own: its reply and its new memory."""
+    """What the client itself would do on a machine of its own: its reply and its new memory.
+
+    Batches are gathered one at a time, when their step comes, with the random numbers that the job's moment and the
+    client's name fix. ``steps`` runs them, by ``one_by_one`` or a faster way with the same bits. An error is a
+    ``ClientFault`` that says in which function of the program it came up.
+    """
     data, device, program = job.federation, job.federation.device, job.program
     memory, facts = job.memories[client], (job.num_samples([client])[0], job.keys([client])[0])
     home = job.home(client, *facts)

@@ -79,7 +79,12 @@ class Traces:
         carry: Any,
         batches: Iterable[tuple[Tensor, ...]],
     ) -> Any:
-        """The carry after ``carry = step(fixed, carry, batch)`` for each of ``batches``; ``label`` is for notes."""
+        """The carry after ``carry = step(fixed, carry, batch)`` for each of ``batches``; ``label`` is for notes.
+
+        The carry that is given is left as it is; the steps work on a copy, which traced ones write into. A kind is
+        traced anew for every form of its arguments, shapes, strides and types: the last batch of a pass is another one
+        than those before.
+        """
         still, structure = pytree.tree_flatten(fixed)
         moving, form = pytree.tree_flatten(carry)
         moving = _own(moving)
@@ -124,7 +129,11 @@ def _form(leaf: Tensor) -> tuple[Any, ...]:
 
 
 def _trace(step: Callable[..., Any], fixed: Any, carry: Any, batch: tuple[Tensor, ...]) -> Run:
-    """A step as its operations, from the leaves of its arguments to those of the carry; fails where that cannot be."""
+    """A step as its operations, from the leaves of its arguments to those of the carry; fails where that cannot be.
+
+    It cannot be where what is computed depends on values, by reading one, by a shape that follows from values, or by
+    autocast: the trace would hold for these arguments alone, and give wrong numbers in silence for others.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second, and not every run needs it
 
     flat, structure = pytree.tree_flatten((fixed, carry, batch))
@@ -173,7 +182,11 @@ def _shaped_by_values(node: fx.Node) -> bool:
 
 
 def _tidy(graph: fx.GraphModule, flat: list[Tensor], moving: range) -> None:
-    """Leave out what need not be done in every step, and have the carry written in place."""
+    """Leave out what need not be done in every step, and have the carry written in place.
+
+    Only where all operations are pure: one that writes into a tensor, or draws, must be done where and when it stands.
+    Results are parted from each other in any case, since the next step writes into them.
+    """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     carry = [inputs[i] for i in moving]
     pure = all(node.op != "call_function" or _pure(node) for node in graph.graph.nodes)
@@ -268,7 +281,10 @@ def _part_results(graph: fx.GraphModule, carry: list[fx.Node]) -> None:
 
 
 def _write_in_place(graph: fx.GraphModule, carry: list[fx.Node], values: dict[fx.Node, Any]) -> None:
-    """Have sums with a leaf of the carry that take its place be written there."""
+    """Have sums with a leaf of the carry that take its place be written there: parameters that take a step, mostly.
+
+    It is safe only if nobody reads the leaf, or a view of it, after that, and the other term shows none of its memory.
+    """
     (results,) = graph.graph.output_node().args
     assert isinstance(results, list | tuple)
     order = {node: number for number, node in enumerate(graph.graph.nodes)}

@@ -71,7 +71,11 @@ class Vectorised(AbstractLocalEngine):
         return self._replayer(name, function, *arguments)
 
     def run_group(self, job: Job) -> Outcome:
-        """As ``AbstractLocalEngine.run_group``."""
+        """As ``AbstractLocalEngine.run_group``: ``init``, all steps and ``final``, each for the whole stack at once.
+
+        The functions inside take whatever differs from ask to ask as arguments, since a recording of them stands for
+        all asks of its kind.
+        """
         program = job.program
         # by name, not by place: the order of the stack is another one than that of the job
         schedules = {client: job.schedule(client) for client in job.clients}
@@ -126,7 +130,12 @@ class Vectorised(AbstractLocalEngine):
         return carry
 
     def _steps(self, job: Job, plan: PaddedSchedule, step: Step, facts: Facts, carry: Any) -> Any:
-        """Step by step; the carries of clients that are done are set aside."""
+        """Step by step; the carries of clients that are done are set aside.
+
+        Clients are sorted by their number of steps, the longest first, so that those at work are always the first rows
+        of every stack: ``plan.active`` says how many there are in each step. At the end the parts are put together
+        again, in that order.
+        """
         data, device = job.federation, job.federation.device
         rows, sizes = torch.from_numpy(plan.rows).to(device), torch.from_numpy(plan.sizes).to(device)
         real = torch.arange(rows.shape[2], device=device) < sizes[:, :, None]

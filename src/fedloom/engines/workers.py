@@ -120,6 +120,10 @@ class Workers:
         return not self._end.alive or self._thread is not threading.current_thread()
 
     def _fork(self) -> _Worker:
+        """A new worker: a copy of this process as it is now, which has said that it can work.
+
+        It has an inbox for the trees that it gets, and two outboxes, so that it need not wait until one is read.
+        """
         here, there = Pipe()
         inbox, outboxes = _Region(), (_Region(), _Region())
         # a child that Ctrl-C meets before it can ignore it would go on as its parent's double
@@ -149,7 +153,7 @@ class Workers:
 
 
 class _Worker:
-    """A worker, seen by its parent."""
+    """A worker, seen by its parent; ``job`` is what it is at, None if nothing."""
 
     def __init__(self, process: int, connection: Connection, inbox: _Region, outboxes: Sequence[_Region]) -> None:
         self.process, self.connection, self.inbox = process, connection, inbox
@@ -167,6 +171,7 @@ class _Worker:
             raise OSError(f"a forked process cannot work: {why}")
 
     def begin(self, job: Any, prepare: Callable[[Any], tuple[Any, Tree]]) -> None:
+        """Give it a job. The inbox is free, since it has read what was there before it answered the last one."""
         note, tree = prepare(job)
         self.job, self._used, self._still = job, -1, 0
         with suppress(OSError):  # it is dead: ``end`` will say so
@@ -203,6 +208,7 @@ class _Worker:
 
 
 def _dismiss(workers: list[_Worker], owner: int) -> None:
+    """End all workers, in the process that made them."""
     if os.getpid() == owner:  # a worker has a copy of this list, and must leave its siblings alone
         for worker in workers:
             worker.dismiss()

@@ -28,7 +28,11 @@ class Checkpoint(NamedTuple):
 
 
 def pack(state: Tree, memory: Mapping[ClientId, Tree]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files by name, and what their reader must know: for ``meta.json``."""
+    """The files by name, and what their reader must know: for ``meta.json``.
+
+    That is the order of the state's leaves and of the clients, and for each kind of memory the order of its leaves and
+    which clients have it: safetensors keeps none.
+    """
     from fedloom.core.trees import flatten
     from fedloom.core.wire import encode
 

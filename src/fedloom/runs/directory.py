@@ -62,7 +62,12 @@ _ROUND = re.compile(r"round-(\d{6,})")
 
 
 class RunDirectory:
-    """A directory with the layout above, and its config."""
+    """A directory with the layout above, and its config.
+
+    A checkpoint is there as a whole or not at all, and never without the records of the rounds that led to it: records
+    are brought to the disk before it, and removed after it. So a process may be killed at any moment, and whatever is
+    on disk then is a run that can go on.
+    """
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
@@ -70,7 +75,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, config: Mapping[str, Any], *, need_bytes: int = 0) -> RunDirectory:
-        """A new run in a new or empty directory, on a disk that has ``need_bytes`` left."""
+        """A new run in a new or empty directory, on a disk that has ``need_bytes`` left.
+
+        Of two processes that begin in one directory, one gets it and the other an error.
+        """
         path = Path(path)
         with files.writing(path):
             _check_space(path, need_bytes)
@@ -84,7 +92,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
-        """A run that is there."""
+        """A run that is there. Its config is read and looked at for what a config can hold; nothing else is read."""
         file = Path(path) / CONFIG
         if not file.is_file():
             inner = sorted(config.parent.name for config in Path(path).glob(f"*/{CONFIG}"))
@@ -125,7 +133,10 @@ class RunDirectory:
         return Roster.of_json(found, str(self.path / ROSTER))
 
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of the config and of the roster, as checkpoints have them."""
+        """The SHA-256 of the config and of the roster, as checkpoints have them.
+
+        Options that say nothing of what was computed (``MAY_CHANGE``) are left out: a run may go on with others.
+        """
         fixed = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
         roster = self.path / ROSTER
         return {
@@ -220,7 +231,11 @@ class RunDirectory:
         best: bool,
         keep: int = 2,
     ) -> Path:
-        """Save the end of ``round``. The newest ``keep`` checkpoints and the best one stay, others go."""
+        """Save the end of ``round``. The newest ``keep`` checkpoints and the best one stay, others go.
+
+        ``meta`` is what its trainer says of it; the round, the best one so far, the digests and the number of privacy
+        releases are added. The new checkpoint is there before any old one is removed.
+        """
         contents, facts = pack(state, memory)
         best_round = round if best else self.best_round()
         own = {"round": round, "best": best_round, "method": self.config.get("method"), **facts}
@@ -235,7 +250,7 @@ class RunDirectory:
         return self._folder(round)
 
     def load(self, which: Literal["last", "best"] | int = "last") -> Checkpoint:
-        """A checkpoint, verified. Tensors are on the CPU."""
+        """A checkpoint, verified: its files are those that its description has digests of. Tensors are on the CPU."""
         round = self._which(which)
         meta = self.meta(round)
         contents = {name: self._verified(round, name, meta) for name in (STATE, MEMORY)}
@@ -290,6 +305,7 @@ class RunDirectory:
         return self._checkpoints / f"round-{round:06d}"
 
     def _record(self, number: int, line: bytes, path: Path) -> dict[str, Any]:
+        """One line of a file of records; damage is told with its place, since other lines can be used."""
         try:
             found = files.from_json(line)
         except ValueError as error:
@@ -306,6 +322,7 @@ class RunDirectory:
         return self.meta(saved[-1])["best"] if saved else None
 
     def _which(self, which: Literal["last", "best"] | int) -> int:
+        """The round of a checkpoint that is there; errors say which there are."""
         saved = self.checkpoints()
         if not saved:
             raise RunError(f"{self.path} has no checkpoint; start the run again from its {CONFIG} with another --out.")
@@ -352,6 +369,7 @@ class RunDirectory:
         return data
 
     def _unusable(self, round: int, name: str, fault: str) -> RunError:
+        """The error about a checkpoint's file, with what can be done: go on from an older one, if there is one."""
         older = [saved for saved in self.checkpoints() if saved < round]
         folder = self._folder(round)
         if older:
@@ -378,6 +396,7 @@ def _json_if_there(path: Path) -> dict[str, Any] | None:
 
 
 def _check_space(path: Path, need_bytes: int) -> None:
+    """Refuse a disk on which the run would not fit: better now than after hours."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need_bytes:

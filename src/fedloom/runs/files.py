@@ -122,6 +122,7 @@ def append(path: Path, line: bytes) -> None:
 
 
 def _appending(path: Path) -> FileIO:
+    """A file open at its end, without a buffer: what a write takes is there."""
     _check_file(path)
     return path.open("ab", buffering=0)
 
@@ -221,6 +222,7 @@ def from_yaml(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """The value in types of JSON."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -231,6 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write(path: Path, data: bytes) -> None:
+    """A new file, on the disk when this returns."""
     with fresh(path) as file:
         file.write(data)
         file.flush()

@@ -49,6 +49,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(descriptor: int, folder: Path) -> None:
+    """Lock the open file, or say who has it, and write into it who has it now."""
     try:
         _seize(descriptor)
     except (BlockingIOError, PermissionError) as error:

@@ -182,6 +182,10 @@ class RunOptions:
     tracker: str | None = option(None, "tensorboard, mlflow or wandb.")
 
     def __post_init__(self) -> None:
+        """Refuse what cannot be, and what would be left unused: an option without effect is taken for a mistake.
+
+        What depends on the data, the method or the machine is refused where that is known.
+        """
         check(self)
         if self.server_data == self.dataset:
             raise ConfigError(

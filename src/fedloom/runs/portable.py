@@ -95,9 +95,11 @@ def _samples(shape: tuple[int, ...], tokens: Tokens | None, draws: torch.Generat
 
 
 Run = Callable[[Tensor], Tensor]
+"""What reads a file back: samples to outputs."""
 
 
 def _onnx(module: nn.Module, x: Tensor, about: dict[str, str]) -> tuple[bytes, Run]:
+    """An ONNX file, and the model as onnxruntime reads it; ``about`` is in its metadata."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             raise NeedsError(f"--format onnx needs {package}, which is not installed; pip install 'fedloom[onnx]'.")
@@ -118,6 +120,7 @@ def _onnx(module: nn.Module, x: Tensor, about: dict[str, str]) -> tuple[bytes, R
 
 
 def _pt2(module: nn.Module, x: Tensor, about: dict[str, str]) -> tuple[bytes, Run]:
+    """A program of torch.export, and the model as torch reads it; ``about`` is in it as ``about.json``."""
     buffer = io.BytesIO()
     with _said(module, "torch.export"), _silent():
         torch.export.save(_program(module, x), buffer, extra_files={"about.json": json.dumps(about)})
@@ -129,6 +132,7 @@ FORMS: Mapping[str, Callable[[nn.Module, Tensor, dict[str, str]], tuple[bytes, R
     "onnx": _onnx,
     "pt2": _pt2,
 }
+"""(module, samples, about) -> the file, and how it is read back; by the ending of its name."""
 
 
 def _program(module: nn.Module, x: Tensor) -> torch.export.ExportedProgram:

@@ -74,6 +74,7 @@ class Account:
         return min(self._last_for_clients(), self._last_for_samples)
 
     def _last_for_clients(self) -> int:
+        """The last round within ``--max-epsilon`` for clients; planned anew only where rounds have changed."""
         options, now = self.options, self.trainer.server.round
         if not options.dp_noise:
             return options.rounds
@@ -104,7 +105,10 @@ class Account:
         return found
 
     def _check_round(self) -> None:
-        """Refuse a round that would spend more than there is room for: clients have gone since it was planned."""
+        """Refuse a round that would spend more than there is room for: clients have gone since it was planned.
+
+        Fewer clients are drawn from fewer, so that each is drawn more often, and its round costs more.
+        """
         options = self.options
         if not options.max_epsilon or (self._planned and self._planned[0] == self._of_round()._replace(round=0)):
             return
@@ -155,13 +159,18 @@ class Account:
         return steps_of(samples or 1, batches) if batches and batches.split not in TRIED else 0
 
     def _most(self, client: ClientId) -> int:
+        """How many steps this client may take within ``--max-epsilon``: the same for all with as many samples."""
         like = step_of(self.config, self.trainer.engine.samples_of(client))
         if like not in self._allowed:
             self._allowed[like] = most_steps(like, self.options.max_epsilon, self.options.dp_delta)
         return self._allowed[like]
 
     def asked(self, job: Job) -> None:
-        """Clients are about to be asked, whatever for."""
+        """Clients are about to be asked, whatever for: write down what the answers will make public, before they do.
+
+        Of noise on clients' changes a round is written down as a whole (``trained``); here it is only looked at whether
+        there is room for it. All other noise is of single asks.
+        """
         stage = job.moment.stage
         number = stage if isinstance(stage, int) else self.trainer.server.round
         what = "training" if stage == number else str(stage).partition(" after ")[0]
@@ -232,6 +241,7 @@ class Account:
         return Release(self.trainer.server.round, "training", options.dp_noise, sampling, clients, size, self._draw())
 
     def _draw(self, job: Job | None = None) -> str:
+        """Where noise comes from: one draw of the seed is always the same; a secret one is another each time."""
         if self.trainer.secret:
             return secrets.token_hex(8)
         return f"seed {job.moment.stage} {job.moment.ask}" if job else "seed"

@@ -23,7 +23,12 @@ from fedloom.training.simulation import Simulation, resolve, split
 
 
 def simulated(directory: RunDirectory, dataset: Any, trust: bool, **changes: Any) -> Simulation:
-    """The simulation that a run directory describes, before any round; ``changes`` are options with other values."""
+    """The simulation that a run directory describes, before any round; ``changes`` are options with other values.
+
+    ``dataset`` stands for the data where they have moved, or were given from Python. ``trust``: the config may name
+    code outside of fedloom. Changes must leave the run the one that was trained: participants keep their samples, and
+    models their form. On another kind of device the engine is chosen anew.
+    """
     given = dict(directory.config)
     method = method_of(directory)
     given.pop("method")

@@ -80,7 +80,8 @@ class AbstractClock(abc.ABC):
         return self._turns[number - 1]
 
     @abc.abstractmethod
-    def _next(self, number: int) -> Turn: ...
+    def _next(self, number: int) -> Turn:
+        """The round of that number, which follows on those before."""
 
     def _names(self, rows: Iterable[int]) -> tuple[ClientId, ...]:
         return tuple(self._clients[row] for row in sorted(rows))
@@ -95,6 +96,7 @@ class Synchronous(AbstractClock):
     """A cohort of those who are there is drawn, by the streams that a run without a clock has."""
 
     def _next(self, number: int) -> Turn:
+        """Draw until somebody answers; the round lasts until the last of those drawn is done, or gone."""
         left: list[int] = []
         for attempt in range(PATIENCE):
             there = self.availability.there(self._now)
@@ -137,6 +139,7 @@ class Asynchronous(AbstractClock):
         return self._buffer
 
     def _next(self, number: int) -> Turn:
+        """Go from moment to moment, at which a client ends or somebody comes, until ``buffer`` answers are there."""
         came: list[int] = []
         left: list[int] = []
         begun = self._begin(number)

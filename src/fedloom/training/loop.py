@@ -40,6 +40,9 @@ SAVE_SECONDS = 60.0
 def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int | None = None) -> None:
     """Train to the last round, or pause after ``until``; interrupted, or if a round fails, the last whole one is saved.
 
+    For each round: train; count what it made public; evaluate, if it is due; write the record; write the checkpoint.
+    ``done`` is the last moment whose record is written, to which an interruption goes back wherever it struck.
+
     What is paused has a summary, in which unseen clients were not tried, and can go on as if it never had been.
     """
     server, options = trainer.server, trainer.server.options
@@ -90,7 +93,10 @@ def train(trainer: Trainer, directory: RunDirectory, shown: Display, until: int 
 
 
 def _ends(trainer: Trainer, account: Account, until: int | None) -> tuple[int, int]:
-    """The last round that is allowed, and the one after which training ends or pauses."""
+    """The last round that is allowed, and the one after which training ends or pauses.
+
+    Asked anew after every round: with clients that come and go, a round costs more or less privacy than was planned.
+    """
     allowed = account.last_round()
     trainer.last_round = allowed if until is None else min(until, allowed)
     return allowed, trainer.last_round
@@ -118,7 +124,7 @@ def at_chance(trainer: Trainer, records: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def _evaluate(trainer: Trainer, directory: RunDirectory, record: dict[str, Any]) -> None:
-    """Evaluate, into the record and the file of scores."""
+    """Evaluate, into the record and the file of scores; the seconds of settling are among those of the evaluation."""
     start = time.perf_counter()
     found = trainer.evaluation()
     record["metrics"] = found.metrics
@@ -153,7 +159,10 @@ def scores_at(directory: RunDirectory, round: int, group: Group) -> dict[ClientI
 
 
 def save(trainer: Trainer, directory: RunDirectory, best: bool) -> None:
-    """Write a checkpoint of this moment."""
+    """Write a checkpoint of this moment; ``best``: its round is the best so far, by validation.
+
+    The roster is written before it, where clients have come: no checkpoint may name one that the roster lacks.
+    """
     now = trainer.now
     if trainer.roster_is_new:
         directory.write_roster(trainer.server.roster)
@@ -212,7 +221,12 @@ def headline(trainer: Trainer) -> Headline:
 
 
 def _summary(trainer: Trainer, directory: RunDirectory, finished: bool, paused: bool = False) -> dict[str, Any]:
-    """The run in numbers, from its records: nothing is evaluated again but what was not yet."""
+    """The run in numbers, from its records: nothing is evaluated again but what was not yet.
+
+    Of participants that is nothing, but for a run of no rounds. Unseen clients are tried when training has ended, at
+    the last round and, where newcomers are served from it, at the best. If they cannot be, the summary has the reason
+    in the place of their numbers: training is done all the same.
+    """
     server, options = trainer.server, trainer.server.options
     records, best = directory.records(), best_of(directory)
     summary: dict[str, Any] = {
@@ -284,6 +298,7 @@ def _unseen_at(trainer: Trainer, directory: RunDirectory, best: Mapping[str, Any
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers get of a record: its numbers by flat names."""
     found = {**record["diagnostics"], **record.get("metrics", {})}
     found |= {f"seconds/{k}": v for k, v in record["seconds"].items()}
     return found | {f"bytes/{k}": v for k, v in record["bytes"].items()}

@@ -47,7 +47,11 @@ class Mark(NamedTuple):
 
 
 class Server:
-    """A method with a roster and a state. ``now`` is all that changes."""
+    """A method with a roster and a state. ``now`` is all that changes.
+
+    It asks nobody: whoever calls ``settle`` or ``admit`` gives a session that reaches clients. What it makes for a
+    participant is composed here only where the participant's memory is here (``memories_here``).
+    """
 
     def __init__(
         self,
@@ -254,7 +258,12 @@ class Server:
         return num_bytes(self.state._asdict()) + memories
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to a checkpoint; refuses one that is not of this method and roster."""
+        """Go back to a checkpoint; refuses one that is not of this method and roster.
+
+        A plain checkpoint can be restored into an adapted server, which then settles anew, and the other way round: the
+        plain method's state is in the branch ``base`` of the adapted one's. Memory may hold more than clients begin
+        with, never less.
+        """
         state: Tree = checkpoint.state
         memory: dict[ClientId, Tree] = dict(checkpoint.memory)
         fresh = self.state._asdict()
@@ -295,6 +304,7 @@ class Server:
         self.settled = checkpoint.meta.get("settled", -1) if same else -1
 
     def _check_fit(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], paths: Sequence[str]) -> None:
+        """Refuse a checkpoint in which any of these tensors is missing, is one too many, or has another shape."""
         for path in paths:
             here, there = expected.get(path), got.get(path)
             if here is None or there is None or here.shape != there.shape:

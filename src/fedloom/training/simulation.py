@@ -67,7 +67,10 @@ HEAVY_SERVER = 16 << 20
 
 
 def resolve(options: RunOptions, arrays: Arrays) -> RunOptions:
-    """Partition and number of clients, where they are left to the data: clients that the data name stay as they are."""
+    """Partition and number of clients, where they are left to the data: clients that the data name stay as they are.
+
+    Data without clients are dealt by two classes each, those without classes at random, to 20 clients.
+    """
     scheme = options.partition
     if scheme == "auto":
         classes = min(2, arrays.sample_classes)
@@ -138,7 +141,11 @@ def server_rows(options: RunOptions, arrays: Arrays) -> np.ndarray:
 
 
 class Simulation(Trainer):
-    """A federation whose clients live in this process, built from options and data."""
+    """A federation whose clients live in this process, built from options and data.
+
+    Its options are resolved: what was left to the data, the machine or the method's paper has a value afterwards, and
+    the run's ``config.yaml`` holds these.
+    """
 
     def __init__(
         self, method: str, options: RunOptions, config: Any, arrays: Arrays, preparation: Preparation | None = None
@@ -245,7 +252,10 @@ class Simulation(Trainer):
         return {**super().meta(), "digests": {**self.data_digests, **self.clock_digests}}
 
     def admission(self, newcomers: Sequence[ClientId], memory: Memories, samples: int = 0) -> tuple[Sent, Memories]:
-        """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels."""
+        """Admission with at most ``samples`` of each newcomer's training data and, if it needs none, without labels.
+
+        Labels that are not needed are -1 for the session, so that a method cannot use them by mistake.
+        """
         shown, roster = self.federation, dict(self.federation.roster)
         if not self.server.algorithm.needs_labels(self.server.config):
             rows = np.concatenate([roster[client].rows["train"] for client in newcomers])

@@ -104,11 +104,21 @@ class Curve:
 
 
 def _mixed_deploy(home: Home, shared: Tree, mine: Tree, memory: Tree) -> Tree:
+    """The model that ``Trainer.mixed`` put together, as it was sent."""
     return {"params": mine["params"], "buffers": mine.get("buffers", {})}
 
 
 class Trainer:
-    """Rounds, evaluations and admissions. All that changes is ``server.now``."""
+    """Rounds, evaluations and admissions. All that changes is ``server.now``.
+
+    Every stage is a ``Session`` of the engine: it gets the memories of this moment, and what it gives back counts only
+    if the stage succeeds and is one that clients are to remember. A round that fails, an evaluation of newcomers or one
+    of mixed models leaves everything as it was.
+
+    A kind of federation says, by overriding: who can be asked now (``present``), when they answer (``clock``), what of
+    their scores counts (``_counted``), how newcomers are admitted (``admission``), and what a checkpoint must say
+    besides (``meta``, ``saved``, ``mark``, ``go_back``).
+    """
 
     saves_every_round = False
     """A checkpoint after every round, not only when there is an evaluation."""
@@ -179,7 +189,11 @@ class Trainer:
         return self.engine.session(stage, memory, before_ask=self.before_ask, **more)
 
     def train_round(self) -> dict[str, Any]:
-        """One round; its record. Nothing has changed if the round fails."""
+        """One round; its record, without metrics. Nothing has changed if the round fails.
+
+        The seconds of a round begin where the one before was read: of rounds that were begun ahead of time, those parts
+        that went on beside each other count once.
+        """
         pending = self._ahead.round() if self._ahead else self.computed(self.now)
         self.server.now = pending.end
         since, self._read = max(pending.since, self._read), time.perf_counter()
@@ -231,7 +245,12 @@ class Trainer:
             self._dropped += session.stats.dropped
 
     def evaluation(self) -> Evaluation:
-        """The state, settled, on validation and test data of all participants, or of those that are drawn."""
+        """The state, settled, on validation and test data of all participants, or of those that are drawn.
+
+        Settling changes the state, once for each round. With an adaptation the plain method is tried too, on validation
+        data, since its scores choose the best round. Newcomers are tried where that costs no training
+        (``tries_newcomers``).
+        """
         self._dropped, before, start = [], len(self.engine.notes), time.perf_counter()
         self.settle()
         settling = time.perf_counter() - start if self.server.algorithm.settle else 0.0
@@ -263,7 +282,10 @@ class Trainer:
     def evaluate(
         self, split: str, clients: Sequence[ClientId] | None = None, *, plain: bool = False
     ) -> dict[ClientId, Score]:
-        """The scores of participants on a split of their own data; ``plain``: without the method's adaptation."""
+        """The scores of participants on a split of their own data; ``plain``: without the method's adaptation.
+
+        Clients without samples in that split are left out; those that give no usable reply are, too, by name.
+        """
         server = self.server
         chosen = self.federation.having(split, self.present if clients is None else clients)
         session = self.session(f"evaluation after round {server.round}", self.now.memory)
@@ -395,6 +417,7 @@ class Trainer:
         return self._counted(split, scores)
 
     def _check_mixable(self, clients: Sequence[ClientId]) -> None:
+        """Refuse to exchange output layers where there is no such layer, or more than a network is deployed."""
         server = self.server
         models = {server.setup.models[client].spec: server.setup.models[client] for client in clients}
         (first, *others) = models.values()
@@ -437,6 +460,7 @@ class Trainer:
         return points.points
 
     def _summarised(self, scores: Mapping[Group, dict[ClientId, Score]]) -> Evaluation:
+        """The scores with their means, by group."""
         metrics: dict[str, float] = {}
         for group, found in scores.items():
             metrics |= summarise(found, self.server.setup.task, group)
