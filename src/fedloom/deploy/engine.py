@@ -47,6 +47,7 @@ ASK = "train"
 """Flower's type of the messages."""
 
 VERSION = "version"
+"""All that the server has of a client's memory: the number of the version that the client keeps."""
 
 Exchange = Callable[[str, Mapping[ClientId, RecordDict], float], Mapping[ClientId, RecordDict | str]]
 """(type, contents, timeout in seconds) -> for each client its reply, or why there is none."""
@@ -134,6 +135,12 @@ class Flower(AbstractEngine):
         return self._answers(job, new)
 
     def _answers(self, job: Job, new: int) -> Iterable[Outcome]:
+        """The replies that count, each by itself. What a reply may be is looked at in two steps.
+
+        First alone (``_read``): its ticket, its size, its shapes, and that what it claims can be. Then beside others
+        (``too_far``, ``believed_losses``): how far it is from the usual. Evaluations are compared where all clients'
+        are there (``Deployment._counted``).
+        """
         contents = {client: self.content(job, client, new) for client in job.clients}
         answers = self.exchange(ASK, contents, self.rules.timeout)
         replies: dict[ClientId, Tree] = {}
@@ -169,7 +176,7 @@ class Flower(AbstractEngine):
         return self._newest
 
     def content(self, job: Job, client: ClientId, new: int, **more: str | int) -> RecordDict:
-        """An ask."""
+        """An ask. The client begins from one version of its memory, and keeps what it then remembers as ``new``."""
         preparation = self.preparation()
         facts: dict[str, str | int] = {
             **self.ticket(job, client),
@@ -197,7 +204,7 @@ class Flower(AbstractEngine):
         return facts
 
     def memory_after(self, job: Job, client: ClientId, new: int, facts: Mapping[str, Any]) -> Tree:
-        """The memory that goes with a reply."""
+        """The memory that goes with a reply: the new version, if the client says that it has kept one."""
         before = job.memories[client]
         return {VERSION: torch.full_like(before[VERSION], new)} if facts.get("remembers") is True else before
 

@@ -35,6 +35,7 @@ from fedloom.deploy.store import write_private
 from fedloom.runs.files import file_name, read_file, write_file
 
 DAYS = 365
+"""For which certificates hold. Nodes' keys are bare keys, and hold until they are taken off the server's list."""
 
 
 def make_keys(folder: Path, clients: Sequence[ClientId], hosts: Sequence[str]) -> Path:
@@ -68,6 +69,7 @@ def _check_link(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def _make_authority(folder: Path, hosts: Sequence[str]) -> None:
+    """An authority of this federation alone, and a certificate by it for the link under these names."""
     for part in ("nodes", "clients"):
         (folder / part).mkdir(parents=True, mode=0o700)
     authority, name = ec.generate_private_key(ec.SECP384R1()), _name("fedloom certificate authority")
@@ -125,6 +127,10 @@ def _certificate(
     key: ec.EllipticCurvePrivateKey,
     extension: x509.ExtensionType,
 ) -> x509.Certificate:
+    """A certificate for ``public`` that ``key``, the issuer's, signs; ``extension`` says whether it is an authority's.
+
+    It holds from five minutes ago, since clocks of machines differ.
+    """
     now = datetime.datetime.now(datetime.UTC)
     is_root = isinstance(extension, x509.BasicConstraints)
     builder = (
@@ -149,5 +155,6 @@ def _certificate(
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
+    """A key that only its owner can read, never over one that is there."""
     if not write_private(path, key.private_bytes(Encoding.PEM, form, NoEncryption())):
         raise RunError(f"{path} was made by somebody else at this moment; try again.")

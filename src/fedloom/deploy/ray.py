@@ -53,7 +53,10 @@ app = simulated_app({options!r}, {folder!r})
 
 
 def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: Display) -> RunDirectory:
-    """Train ``method`` with clients on Ray; the run directory is ``out``."""
+    """Train ``method`` with clients on Ray; the run directory is ``out``.
+
+    The partition is made here once, to know who the clients are, and again in every process that runs some.
+    """
     share_is_refused(options.server_data)
     arrays = load(options.dataset, options.data_root, options.roles)
     options = resolve(options, arrays)
@@ -74,6 +77,7 @@ def run_on_ray(method: str, options: RunOptions, config: Any, out: Path, shown: 
 
 
 def _app(folder: Path, method: str, options: RunOptions, config: Any, arrays: Arrays, parts: Partition) -> App:
+    """The app of the federation, with the settings that follow from its data."""
     given = fitted(arrays, parts)
     if given and (options.client_shift or options.unseen_shift):
         raise ConfigError("--engine flower-sim does not shift images of bytes. Give them as numbers, or leave it out.")
@@ -103,10 +107,12 @@ def _app(folder: Path, method: str, options: RunOptions, config: Any, arrays: Ar
 
 
 def _names(options: RunOptions) -> list[str]:
+    """The networks that ``--model`` names, without the options that they are given."""
     return [name.split("=")[0].rpartition(":")[0] if "=" in name else name for name in options.model.split(",")]
 
 
 def _run(app: App, out: Path, nodes: int, participants: int, shown: Display) -> None:
+    """Start a link with Flower's simulation behind it, submit the app, and follow the run to its end."""
     federation = LocalFederation(app, out=out.absolute())
     with federation.processes as processes:
         note = f'[superlink.{LINK}]\naddress = "127.0.0.1:{federation.port}"\ninsecure = true\n'

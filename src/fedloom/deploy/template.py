@@ -99,7 +99,11 @@ https://www.apache.org/licenses/LICENSE-2.0
 
 
 def write_app(folder: Path, method: str, given: Mapping[str, Any], trial: Mapping[str, Any]) -> Path:
-    """Write an app for ``method`` into a new or empty folder, with ``given`` settings in place of the defaults."""
+    """Write an app for ``method`` into a new or empty folder, with ``given`` settings in place of the defaults.
+
+    Every setting is in it, with what it means: the file is also the list of what can be set. ``trial`` says how
+    ``fedloom deploy local`` deals data over nodes, and is of no use to real ones.
+    """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; give a new or empty folder.")
     if folder.exists() and any(folder.iterdir()):

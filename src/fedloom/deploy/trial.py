@@ -37,7 +37,7 @@ class Trial:
 
 
 def about(trial: Trial) -> dict[str, Any]:
-    """The settings of an app that follow from its data."""
+    """The settings of an app that follow from its data: the shape of samples, the classes, and how raw ones are."""
     dataset = trial.dataset
     arrays = load(dataset, roles=Roles.of(trial.target, trial.groups))
     raw, sides = arrays.preparation, tuple(arrays.x.shape[1:])
@@ -65,7 +65,11 @@ def network(trial: Trial, number: int, shape: tuple[int, ...], tokens: Tokens | 
 
 
 def deal(trial: Trial, nodes: int, newcomers: int, seed: int, folder: Path) -> dict[str, Path]:
-    """``{client: file}``, each with its own samples; newcomers' training samples have no labels."""
+    """``{client: file}``, each with its own samples; newcomers' training samples have no labels.
+
+    They are dealt as in ``fedloom run`` with this seed, so that a trial can be compared with a simulation. Labels are
+    names where the classes have some, as they would be in a file of the user's own.
+    """
     arrays = load(trial.dataset, roles=Roles.of(trial.target, trial.groups))
     given: Mapping[str, Any] = {"clients": nodes, "unseen": newcomers, "seed": seed, "partition": trial.partition}
     found = {}

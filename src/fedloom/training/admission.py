@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admitting one newcomer to a finished run: a server, the newcomer's samples, and nobody else."""
+"""Admitting one newcomer to a finished run: a server, the newcomer's samples, and nobody else.
+
+The newcomer is a federation of one, in this process, and the method's ``admit`` asks it as it would any client. Nothing
+of it stays with the server: what it remembers and deploys is in the ``Newcomer`` that comes out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class Newcomer(NamedTuple):
-    """A client that was admitted, on its own machine."""
+    """A client that was admitted, on its own machine.
+
+    ``deployed`` is what its predictor takes, with ``home``; ``memory`` what it would need to be asked again.
+    """
 
     client: ClientId
     home: Home

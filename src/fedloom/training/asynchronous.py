@@ -85,7 +85,12 @@ def check(algorithm: Algorithm, setup: Setup[Any], state: Any) -> None:
 def play(
     algorithm: Algorithm, turn: Turn, session: Session, setup: Setup[Any], state: Any, cohort: Cohort, ask: Ask
 ) -> tuple[Any, Diagnostics]:
-    """A round of the method, whose cohort are those who came: each replies to what it was sent when it began."""
+    """A round of the method, whose cohort are those who came: each replies to what it was sent when it began.
+
+    Those who begin are given what the method would send them in a round now; that round is played up to its first ask
+    and dropped. Then the method plays its round with those who came: in the place of its ask, clients run the same
+    program on what they have kept.
+    """
     if turn.begun:
         sent = _sent(algorithm, setup, state, Cohort(cohort.round, turn.begun, cohort.size))
         for client in turn.begun:
@@ -138,7 +143,7 @@ def _expects(expects: Callable[[Tree, Tree], Tree], shared: Tree, mine: Tree) ->
 
 
 def _sent(algorithm: Algorithm, setup: Setup[Any], state: Any, cohort: Cohort) -> _Asked:
-    """What the method sends a cohort in a round after ``state``, which goes no further."""
+    """What the method sends a cohort in a round after ``state``; the round is left at its first ask."""
 
     def heard(program: Program, shared: Tree, mine: Mapping[ClientId, Tree]) -> PerClient:
         raise _Asked(shared, PerClient.of(mine))

@@ -70,7 +70,7 @@ class Availability:
         return cls(speeds) if text == ALWAYS else _read(Path(text), clients, others, speeds)
 
     def there(self, now: int) -> Rows:
-        """The rows of the clients that are there."""
+        """The rows of the clients that are there at this tick; what the file says begins again where it ends."""
         if self._first is None or self._starts is None or self._ends is None:
             return np.arange(len(self.speeds))
         at = now % self._span
@@ -130,7 +130,11 @@ class Availability:
 def _read(
     path: Path, clients: Sequence[ClientId], others: Sequence[ClientId], speeds: npt.NDArray[np.float64]
 ) -> Availability:
-    """The file at ``path``; ``speeds`` are of those for whom it has none."""
+    """The file at ``path``; ``speeds`` are of those for whom it has none.
+
+    Every client needs a row, and no stretches that overlap; rows of clients that take no part are passed over. Faults
+    are told with their line.
+    """
     known, given = {client: row for row, client in enumerate(clients)}, dict[int, float]()
     stretches: list[list[tuple[int, int]]] = [[] for _ in clients]
     ignored = set(others)

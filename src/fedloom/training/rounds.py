@@ -76,6 +76,9 @@ def run_round(
 ) -> PendingRound:
     """The round after ``start``, in its session; of a trusting one no check is read yet. Nothing else is changed.
 
+    A state that is not finite is a ``DivergedError``; of a trusting session it is one of the ``checks``. Only what the
+    round has changed is looked through.
+
     ``turn`` is the round on the clock, where there is one.
     """
     number, setup = start.round + 1, server.setup
@@ -173,7 +176,7 @@ def _changed(before: Any, after: Any) -> Iterator[Tensor]:
 
 
 def _finite(device: torch.device, leaves: Mapping[int, Tensor]) -> Tensor:
-    """Whether all numbers are finite: the largest of a tensor is not where one of them is not."""
+    """() bool: whether all numbers are finite; the largest of a tensor is not where one of them is not."""
     numbers = [leaf for leaf in leaves.values() if leaf.is_floating_point() and 0 < leaf.numel() < LARGE]
     largest = torch._foreach_norm(numbers, math.inf) if numbers else [torch.zeros((), device=device)]
     return torch.stack([norm.double() for norm in largest]).isfinite().all()

@@ -75,7 +75,9 @@ class ServerSamples(NamedTuple):
 def read(name: str, data_root: str | None, form: Form, *, labelled: bool) -> ServerSamples:
     """The training data of a dataset, given by name, file or folder; of data without a split, all of them.
 
-    A file needs labels only if they are wanted.
+    They must be like the clients' (``form``): samples of one shape and kind and, if they are ``labelled``, of the same
+    task. There may be fewer classes than the clients have; classes with names are matched by these. A file needs labels
+    only if they are wanted.
     """
     path = Path(name).expanduser()
     if not labelled and path.suffix in (".npz", *SUFFIXES):
