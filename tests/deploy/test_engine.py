@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedloo
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from conftest import play, small_federation
+from conftest import few, play, small_federation
 from deploy.nearby import Nearby, deployed, table_of
 from fedloom import algorithms
 from fedloom.adaptation.calibration import Privacy, protect
@@ -104,7 +104,7 @@ BAD: dict[str, tuple[Callable[[RecordDict], RecordDict | str], str]] = {
 def test_a_bad_client_is_refused_by_name_and_the_round_goes_on_without_it(kind: str, tmp_path: Path) -> None:
     spoil, reason = BAD[kind]
     federation = small_federation(["mlp:hidden=5", "lenet:kernels=2"])
-    ours = deployed("pfedhn", federation, tmp_path)
+    ours = deployed("pfedhn", federation, tmp_path, **few(algorithms.get("pfedhn")))
     ours.lobby.faults["2"] = lambda kind, asked, reply: spoil(reply) if kind == "train" else reply
     record = ours.train_round()
     assert [d["client"] for d in record["dropped"]] == ["2"] and reason in record["dropped"][0]["reason"]
