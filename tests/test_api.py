@@ -784,6 +784,7 @@ def test_a_run_is_not_loaded_with_an_encoder_of_the_other_form(trained: float, o
     assert not trained or fedloom.load(tmp_path / "run", descriptor_epsilon=3.0).evaluate_unseen()
 
 
+@pytest.mark.slow
 def test_a_global_model_is_not_given_away_without_its_statistics_or_its_training(tmp_path: Path) -> None:
     given = {**TINY, "unseen": 2, "hidden": 8, "local_epochs": 1}
     normed = fedloom.run("mh_pfedhn_gd", out=tmp_path / "normed", **{**given, "model": "testnets:Normed"})

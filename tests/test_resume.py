@@ -170,6 +170,7 @@ def test_a_run_killed_twenty_times_ends_as_one_that_was_not(
 
 
 @ON_POSIX
+@pytest.mark.slow
 def test_a_run_killed_twice_ends_as_one_that_was_not(process: Callable[..., ForkServerProcess], tmp_path: Path) -> None:
     torture(process, tmp_path, "scaffold", kills=2, at_once=2)
 

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import fedloom
 from fedloom import algorithms
-from fedloom.cli.run import first_line
+from fedloom.cli.run import application, first_line
+from fedloom.core.config import flag
+from fedloom.runs.options import RunOptions
 
 TINY = ("--clients", 4, "--rounds", 2, "--local-steps", 2, "--model", "mlp")
 
@@ -118,14 +122,15 @@ def test_every_method_is_listed_with_its_line(cli):
 
 
 @pytest.mark.parametrize("method", algorithms.names())
-def test_every_field_of_a_config_is_a_flag(cli, method):
-    from dataclasses import fields
+def test_every_field_of_a_config_is_a_flag(method):
+    command = get_command(application(["run", method])).commands[method]
+    listed = {name for option in command.params for name in option.opts}
+    assert {flag(field.name) for field in (*fields(RunOptions), *fields(algorithms.get(method).config))} <= listed
 
-    from fedloom.core.config import flag
-    from fedloom.runs.options import RunOptions
 
-    listed = cli("run", method, "--help").out
-    for field in (*fields(RunOptions), *fields(algorithms.get(method).config)):
+def test_help_lists_the_flags(cli):
+    listed = cli("run", "pfedhn", "--help").out
+    for field in (*fields(RunOptions), *fields(algorithms.get("pfedhn").config)):
         assert f"{flag(field.name)} " in listed
 
 
@@ -230,6 +235,7 @@ def test_ctrl_c_before_anything_is_saved(cli, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.slow
 def test_ctrl_c_five_times_in_a_row_is_one(cli, tmp_path):
     """They come while workers end, while the run is saved, and while the process ends."""
     out = tmp_path / "stopped"
@@ -258,6 +264,7 @@ def test_a_network_that_memory_has_no_room_for(refused, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.slow
 def test_what_is_no_file_is_refused_and_not_waited_for(kind, cli, refused, trained, tmp_path):
     """Every file of a run in turn, and every option that names a file."""
     place = tmp_path / "place"

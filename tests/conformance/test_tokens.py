@@ -24,8 +24,8 @@ from fedloom.training.simulation import Simulation
 
 METHODS = algorithms.names()
 SMALL = ("gru:embedding=3:hidden=4", "transformer:width=4:depth=1:heads=2")
-ENGINES = ["vectorised", "loopback", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(
-    set(KNOWN) - {"sequential", "vectorised", "loopback"}))]  # fmt: skip
+ENGINES = ["vectorised", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(
+    set(KNOWN) - {"sequential", "vectorised"}))]  # fmt: skip
 COHORTS = [["0", "1", "2"], ["1", "3", "4"]]
 WITHOUT_TOKENS = {"it_pfl_hn", "hyperfedzero", "pefll"}
 """They compute with samples themselves."""

@@ -259,6 +259,7 @@ def replies_of(ours: Any, client: str, program: str) -> list[Any]:
     return [decode(reply["trees"]["reply"].data) for reply in found]
 
 
+@pytest.mark.slow
 def test_a_nodes_own_noise_is_on_what_it_tells_for_adaptation_whatever_the_app_says(tmp_path: Path) -> None:
     """Client 1 has 4 samples; its shares come in quarters, and with noise of its own they do not."""
     protected = {"1": {"adapt-clip": 1.0, "adapt-noise": 0.5}}
@@ -514,6 +515,7 @@ def test_a_node_stops_after_so_many_noised_answers(tmp_path: Path) -> None:
     assert (tmp_path / "answers").read_text() == "2"
 
 
+@pytest.mark.slow
 def test_label_shares_are_noised_once_whatever_happens_in_between(tmp_path: Path) -> None:
     protected = {"1": {"adapt-clip": 1.0, "adapt-noise": 0.5}}
     ours = deployed("scaffold", small_federation(), tmp_path, nodes=protected, adapt="prior")

@@ -27,6 +27,10 @@ from fedloom.programs.evaluation import evaluate
 
 METHODS = algorithms.names()
 SMALL = ("lenet:kernels=2", "mlp:hidden=5")
+NETWORKS = [
+    pytest.param(SMALL, id="plain"),
+    pytest.param(("testnets:Normed",), id="batchnorm", marks=pytest.mark.slow),
+]
 
 
 def options(method: str) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def same(one: Any, other: Any) -> bool:
     return list(a) == list(b) and all(a[k].dtype == b[k].dtype and a[k].equal(b[k]) for k in a)
 
 
-@pytest.mark.parametrize("models", [SMALL, ("testnets:Normed",)], ids=["plain", "batchnorm"])
+@pytest.mark.parametrize("models", NETWORKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_network_gives_the_bits_of_sequential(method: str, models: tuple[str, ...], tmp_path: Path) -> None:
     algorithm = algorithms.get(method)
@@ -70,7 +74,7 @@ def test_the_network_gives_the_bits_of_sequential(method: str, models: tuple[str
     assert ours.evaluate("test") == evaluate(algorithm, personal, federation.participants, "test", session.ask)
 
 
-@pytest.mark.parametrize("models", [SMALL, ("testnets:Normed",)], ids=["plain", "batchnorm"])
+@pytest.mark.parametrize("models", NETWORKS)
 @pytest.mark.parametrize("method", [m for m in METHODS if algorithms.get(m).admit])
 def test_newcomers_get_over_the_network_what_they_get_in_a_simulation(
     method: str, models: tuple[str, ...], tmp_path: Path

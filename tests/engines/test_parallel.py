@@ -159,6 +159,7 @@ def test_a_client_whose_worker_was_killed_is_asked_again(
         torch.testing.assert_close(played.state.params[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_client_that_stands_still_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "STILL_SECONDS", 2)
     doomed(monkeypatch, "1", signal.SIGSTOP)

@@ -204,7 +204,7 @@ def test_an_exported_chart_stands_by_itself(page: Browser) -> None:
     )
 
 
-@pytest.mark.parametrize(("clients", "seconds"), [(10, 2.0), (10_000, 5.0)])
+@pytest.mark.parametrize(("clients", "seconds"), [(10, 2.0), pytest.param(10_000, 5.0, marks=pytest.mark.slow)])
 def test_pages_open_quickly(browser: Browser, tmp_path: Path, clients: int, seconds: float) -> None:
     """Once in ten times, as other work may be on the machine."""
     path = write([made_run(tmp_path / "run", clients=clients, unseen=clients // 10, rounds=20).path])

@@ -131,7 +131,7 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert {c: shown[c] for c in scores["client"]} == pytest.approx(dict(zip(scores["client"], scores["metric"])))
 
 
-@pytest.mark.parametrize("clients", [1, 10, 10_000])
+@pytest.mark.parametrize("clients", [1, 10, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_page_is_small_whatever_the_federation(tmp_path: Path, clients: int) -> None:
     run = made_run(tmp_path / "run", clients=clients, unseen=clients // 10, rounds=20)
     assert write([run.path]).stat().st_size < LIMIT

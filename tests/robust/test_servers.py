@@ -103,6 +103,7 @@ def test_only_liars_train_on_wrong_labels(tmp_path: Path) -> None:
 LOOM = {"server_step": "cohort_mean", "server_lr": 0.02}
 
 
+@pytest.mark.slow
 def test_a_loom_falls_to_lies_and_its_rule_holds(tmp_path: Path) -> None:
     lies = {"malicious": 0.2, "attack": "scale", "rounds": 30, "eval_every": 30}
     held = accuracy(train(tmp_path / "rule", "pfedhn", aggregate="trimmed:2", **lies, **LOOM))

@@ -490,6 +490,7 @@ def consistent(run: RunDirectory, which: Any) -> int:
     return loaded.round
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment(run: RunDirectory) -> None:
     draw, reached = random.Random(0), [0]
     command = [sys.executable, "-c", NURSERY]

@@ -115,6 +115,7 @@ def test_the_code_of_a_users_network_goes_along(tmp_path: Path, monkeypatch: pyt
     assert not (path.parent / "code").exists()
 
 
+@pytest.mark.slow
 def test_an_exported_network_of_ones_own_loads_where_its_file_is_not(tmp_path: Path) -> None:
     text = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(3, 2)\n"
     (tmp_path / "here").mkdir()

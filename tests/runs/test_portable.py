@@ -63,7 +63,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("form", [ONNX, "pt2"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("fedavg", "pfedhn"))) for name in RUNS]
+)
 def test_a_participants_model(trained, tmp_path: Path, name: str, form: str) -> None:
     run = trained(name)
     path = run.export(1, tmp_path, format=form)
@@ -76,7 +78,7 @@ def test_a_participants_model(trained, tmp_path: Path, name: str, form: str) -> 
 
 
 @pytest.mark.parametrize("form", [ONNX, "pt2"])
-@pytest.mark.parametrize("name", ["fedavg", "fedavg+bn", "hyperfedzero+lenet"])
+@pytest.mark.parametrize("name", ["fedavg+bn", pytest.param("hyperfedzero+lenet", marks=pytest.mark.slow)])
 def test_a_newcomers_adapted_model(
     trained, tmp_path: Path, name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_newcomers_adapted_model(
     assert not torch.allclose(answers(path, x), plain.predict(x))  # the scale and the offset are in it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [ONNX, "pt2"])
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -110,6 +113,7 @@ def test_networks_of_the_zoo(tmp_path: Path, name: str, shape: tuple[int, ...], 
 
 
 @pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
+@pytest.mark.slow
 def test_onnx_runs_where_neither_fedloom_nor_torch_is(trained, tmp_path: Path) -> None:
     """A Python without site-packages gets links to onnxruntime and NumPy, and to nothing else."""
     run = trained("hyperfedzero+lenet", adapt="prior")

@@ -568,6 +568,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.slow
 def test_workers_share_limits_and_metrics_and_are_started_again(made, key) -> None:
     _, path = made("pfedhn")
     with process(path, "--workers", "2", "--key", str(key)) as (running, url):
@@ -593,6 +594,7 @@ def test_workers_share_limits_and_metrics_and_are_started_again(made, key) -> No
         assert running.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_process_over_them_is_killed(made) -> None:
     _, path = made("pfedhn")
     with process(path, "--workers", "2") as (running, url):
@@ -628,6 +630,7 @@ run._supervise(SimpleNamespace(counters=SimpleNamespace()), None, 1, lambda: Non
 """
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_moment_of_a_fork_is_not_lost() -> None:
     """The second worker is told to stop before it does anything, and the supervisor when it has started the third."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=50, check=False)

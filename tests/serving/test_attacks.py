@@ -282,6 +282,7 @@ def test_answers_that_nobody_takes_do_not_fill_the_memory(made, monkeypatch) -> 
     assert found.count(200) == 3 and service.held == 0
 
 
+@pytest.mark.slow
 def test_who_does_not_read_is_let_go(made, serve) -> None:
     """The loom is larger than what the sockets between hold; the service stops waiting for its reader."""
     _, path = made("pfedhn", model="lenet", hidden=200)
@@ -339,6 +340,7 @@ async def exchange(url: str, target: str, body: bytes) -> bytes:
     raise AssertionError("never served")
 
 
+@pytest.mark.slow
 def test_a_thousand_admissions_at_once(made, serve) -> None:
     """Each has a vector of its own, takes two steps on it, and must get what it would have got alone."""
     _, path = made("pfedhn")
@@ -372,6 +374,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.slow
 def test_workers_that_are_killed_during_admissions(made, newcomer, tmp_path) -> None:
     run, path = made("pfedhn", admit_rounds=30)
     x, y = newcomer

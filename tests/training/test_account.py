@@ -112,6 +112,7 @@ def test_calibration_with_noise_is_released_too(tmp_path) -> None:
     assert epsilon(releases_of(released(run)), 1e-5) > plain
 
 
+@pytest.mark.slow
 def test_calibration_is_kept_within_epsilon_too(tmp_path) -> None:
     """As often as it may be asked, with every evaluation to come: its noise counts as much as that of rounds."""
     settling = {"adapt": "prior", "adapt_clip": 1.0, "adapt_noise": 12.0, "eval_every": 2}

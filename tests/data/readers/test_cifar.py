@@ -88,6 +88,7 @@ def test_a_batch_that_breaks_off_is_named(small):
         load("cifar100", small)
 
 
+@pytest.mark.slow
 def test_the_published_cifar10(real):
     data = real("cifar10")
     assert data.x.shape == (60000, 3, 32, 32)
@@ -99,6 +100,7 @@ def test_the_published_cifar10(real):
     np.testing.assert_allclose(data.x[train].mean(axis=(0, 2, 3)), 0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_published_cifar100(real):
     data = real("cifar100")
     assert np.bincount(data.y).tolist() == [600] * 100

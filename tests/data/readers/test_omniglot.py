@@ -56,6 +56,7 @@ def test_a_character_with_too_few_drawings_is_refused(tmp_path):
         load("omniglot", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_published_omniglot(real):
     data = real("omniglot")
     assert data.x.shape == (32460, 1, 28, 28)
