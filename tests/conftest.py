@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from fedloom import algorithms
 from fedloom.clients.federation import Client, Federation
 from fedloom.core.contract import Algorithm, Cohort, Home, Sent, ServerData, Setup
+from fedloom.core.sharded import Shards
 from fedloom.core.task import CLASSIFICATION, SEQUENCE
 from fedloom.core.tokens import UNLABELLED, Tokens
 from fedloom.core.trees import PerClient, Tree
@@ -193,17 +195,19 @@ def play(
     wrap: Any = None,
     server: ServerData | None = None,
     added_up: bool = False,
+    shards: Shards | None = None,
     **config: Any,
 ) -> Played:
     """``rounds`` rounds with everybody or with ``cohorts``; ``wrap(ask)`` stands between method and engine.
 
-    ``server`` is what the server has of its own. ``added_up``: replies may be, as the method declares.
+    ``server`` is what the server has of its own, ``shards`` where it has heads of looms. ``added_up``: replies
+    may be, as the method declares.
     """
     small = {"local_epochs": 2, "batch_size": 4, "local_lr": 0.05, "clip": 0.5, **few(algorithm)}
     made = algorithm.config(**{**small, **config})
     ran = (ENGINES[engine] if isinstance(engine, str) else engine)(federation, algorithm, made, seed=0)
     means = Means(algorithm.means, algorithm.mean_weight) if added_up else None
-    setup = setup_of(federation, made, rounds=rounds, server=server)
+    setup = replace(setup_of(federation, made, rounds=rounds, server=server), shards=shards)
     state, memory, stats, diagnostics, after = algorithm.init(setup), Memories(), None, [], []
     for number in range(1, rounds + 1):
         clients = cohorts[number - 1] if cohorts else federation.participants

@@ -227,6 +227,14 @@ def test_actors(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert 5 * float(added[1]) < float(singly[1])
 
 
+@pytest.mark.slow
+def test_shards(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_main(benchmark, monkeypatch, "--parameters", 2000, "--out", tmp_path)
+    rows = json.loads((tmp_path / "shards.json").read_text(encoding="utf-8"))["rows"]
+    ways = [["none", "server"], *(["2", process] for process in ("server", "shard 1", "shard 2"))]
+    assert [row[:3] for row in rows] == [[name, *way] for name in ("pFedHN", "MH-pFedHN") for way in ways]
+
+
 def test_asynchronous(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "asynchronous.json"
     monkeypatch.setattr(benchmark, "TRIED", 2)

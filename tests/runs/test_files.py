@@ -75,9 +75,9 @@ STEPS = [(os, "fsync", 1), (os, "fsync", 2), (os, "fsync", 3), (Path, "mkdir", 1
 def test_a_folder_is_the_old_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, owner: Any, name: str, call: int
 ) -> None:
-    place, new = tmp_path / "folder", {"a": b"new", "b": b"new"}
+    place, new = tmp_path / "folder", {"a": [b"new"], "b": [b"new"]}
     if there:
-        files.write_folder(place, {"a": b"old"})
+        files.write_folder(place, {"a": [b"old"]})
     fail_at(monkeypatch, owner, name, call)
     with pytest.raises(RunError, match="No space left"):
         files.write_folder(place, new)
@@ -88,13 +88,13 @@ def test_a_folder_is_the_old_or_the_new_one(
 def test_a_failure_after_the_rename_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, os, "fsync", 4)
     with pytest.raises(RunError, match="No space left"):
-        files.write_folder(tmp_path / "folder", {"a": b"new", "b": b"new"})
+        files.write_folder(tmp_path / "folder", {"a": [b"new"], "b": [b"new"]})
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["a", "b"]
 
 
 def test_files_that_the_system_cuts_off_are_not_kept(tmp_path: Path) -> None:
     with small_files(1000), pytest.raises(RunError, match="File too large"):
-        files.write_folder(tmp_path / "folder", {"a": bytes(5000)})
+        files.write_folder(tmp_path / "folder", {"a": [bytes(5000)]})
     with small_files(1000), pytest.raises(RunError, match="File too large"):
         files.write_file(tmp_path / "file", bytes(5000))
     assert names(tmp_path) == []
@@ -148,7 +148,7 @@ def test_nothing_to_sweep(tmp_path: Path) -> None:
 
 
 def test_a_removed_folder_is_gone(tmp_path: Path) -> None:
-    files.write_folder(tmp_path / "folder", {"a": b""})
+    files.write_folder(tmp_path / "folder", {"a": []})
     (tmp_path / ".tmp-folder").mkdir()
     (tmp_path / ".tmp-folder" / "left").write_bytes(b"half")
     files.remove_folder(tmp_path / "folder")

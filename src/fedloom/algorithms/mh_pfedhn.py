@@ -53,7 +53,7 @@ from fedloom.core.training import LocalConfig, Training, begin, like_report, rem
 from fedloom.core.trees import ClientId, Params, PerClient, Tree
 from fedloom.core.vectors import to_vector
 from fedloom.looms.multi_head import MultiHeadLoom, Pieces, Place, adam_states, adam_step, pull_back, weave
-from fedloom.looms.places import GLOBAL, first_pieces, places_of
+from fedloom.looms.places import GLOBAL, first_pieces, grown, places_of
 from fedloom.looms.weaving import one_by_one, turns
 from fedloom.models.layers import check_told, first_layers, keep_layers, not_woven, shaped, train_unfrozen
 from fedloom.privacy.laplace import laplace_noise, with_laplace_noise
@@ -214,21 +214,21 @@ def admit(setup: Setup[Any], state: State, newcomers: Cohort, ask: Ask) -> Woven
     """Sec. 4.4: a newcomer gets vectors of its own, the loom frozen; a number of vectors that is new, also a head."""
     loom, config, places = setup.config.loom(), setup.config, places_of(setup, newcomers.clients)
     check_told(config.keep_local, [setup.models[client] for client in places])  # a newcomer's network can be new
-    grown: Pieces = loom.grow(state.pieces, places.values(), setup.seed, setup.device, setup.dtype)
-    fresh = {piece: params for piece, params in grown.items() if piece not in state.pieces}
+    pieces: Pieces = grown(setup, state.pieces, places.values())
+    fresh = {piece: params for piece, params in pieces.items() if piece not in state.pieces}
     memory: Mapping[str, Tree] = adam_states(fresh)
     # newcomers whose head is known have nothing in common that moves
     sharing: dict[str, list[ClientId]] = {}
     for client, own in places.items():
         sharing.setdefault(own.head if own.head in fresh else own.vectors, []).append(client)
     for _ in range(config.admit_rounds):
-        replies = ask(program(config), {}, weave(loom, grown, places))
+        replies = ask(program(config), {}, weave(loom, pieces, places))
         for members in sharing.values():
             answers = PerClient.of({client: replies[client] for client in members if client in replies})
             if answers:
-                grads = pull_back(loom, grown, places, answers, change_in, fresh.__contains__)
-                grown, memory = adam_step(grown, memory, grads, config.admit_lr, config.server_clip)
-    return Woven.of(Sent({}, weave(loom, grown, places)), list(places), means(grown, places))
+                grads = pull_back(loom, pieces, places, answers, change_in, fresh.__contains__)
+                pieces, memory = adam_step(pieces, memory, grads, config.admit_lr, config.server_clip)
+    return Woven.of(Sent({}, weave(loom, pieces, places)), list(places), means(pieces, places))
 
 
 def for_participants(setup: Setup[Any], state: State) -> State:

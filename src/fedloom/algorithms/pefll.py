@@ -102,7 +102,7 @@ def init(setup: Setup[Any]) -> State:
     loom, model, places = loom_of(setup), setup.models[setup.clients[0]], (setup.device, setup.dtype)
     channels, *sides = model.input_shape
     encoder = Encoder((channels + model.num_outputs, *sides), loom.embed_dim, widths=WIDTHS)
-    phi = loom.init(seed_of(setup.seed, "loom"), *places)
+    phi = loom.init(seed_of(setup.seed, "loom"), *places, setup.shards)
     psi = encoder.init(seed_of(setup.seed, "encoder"), *places)
     table = torch.zeros(len(setup.clients), loom.embed_dim, device=setup.device, dtype=setup.dtype)
     zero = table.new_zeros(())

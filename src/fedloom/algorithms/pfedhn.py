@@ -140,7 +140,7 @@ def loom_of(setup: Setup[Any]) -> PerTensorLoom:
 def init(setup: Setup[Any]) -> State:
     """Embeddings from N(0, 1), or equal shares until a client has told its own; a loom as ``nn.Linear`` initialises."""
     loom, learned = loom_of(setup), setup.config.learned
-    phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype)
+    phi = loom.init(seed_of(setup.seed, "loom"), setup.device, setup.dtype, setup.shards)
     drawn = stream(setup.seed, "embeddings").standard_normal((len(setup.clients), loom.embed_dim))
     table = torch.as_tensor(drawn).to(setup.device, setup.dtype)
     table = table if learned else torch.full_like(table, 1 / loom.embed_dim)

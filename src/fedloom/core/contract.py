@@ -67,6 +67,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.random import Key, seed_of
+from fedloom.core.sharded import Shards
 from fedloom.core.structure import Structural
 from fedloom.core.task import Task
 from fedloom.core.tokens import Tokens
@@ -333,6 +334,8 @@ class Setup(Generic[C]):
     ``name`` must fix whatever the function uses besides its arguments."""
     elsewhere: Callable[[Any], Any] | None = None
     """``elsewhere(loom)`` is a loom of the same structure whose parameters are on another machine, which weaves."""
+    shards: Shards | None = None
+    """Where the heads of a loom live, if not here: a method that knows of it makes them ``core.sharded.Sharded``."""
     combine: Callable[[Sequence[ClientId], Tensor], Tensor] | None = None
     """``combine(clients, gradients)`` stands for the mean of clients' gradients of the loom, (clients, numbers)."""
 

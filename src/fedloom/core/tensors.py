@@ -24,9 +24,8 @@ LARGEST_HEADER = 1 << 24
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes of a safetensors file, in the order given."""
-    bodies = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    header = header_of({name: (value.dtype, tuple(value.shape)) for name, value in bodies.items()}, metadata)
-    return b"".join([header, *(_bytes(value) for value in bodies.values())])
+    header = header_of({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}, metadata)
+    return b"".join([header, *(bytes_of(value) for value in tensors.values())])
 
 
 def header_of(
@@ -99,5 +98,7 @@ def _from(part: memoryview, kind: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(part) if part.readonly else part, dtype=kind)
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+def bytes_of(value: Tensor) -> bytes:
+    """A tensor's numbers as they lie in a file."""
+    plain = value.detach().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -88,16 +88,18 @@ class Cluster:
         """``number`` actors that do ``work`` on a device, with so many GPUs each; the same ones each time."""
         key = (device, number, gpus)
         if key not in self._actors:
-            handles = [self._begin(work, device, gpus) for _ in range(number)]
-            self._actors[key] = []
-            try:
-                self._actors[key] += [self._greeted(handle) for handle in handles]
-            except BaseException:
-                del self._actors[key]
-                for handle in handles:
-                    self.ray.kill(handle)
-                raise
+            self._actors[key] = self.begun(work, [device] * number, gpus)
         return self._actors[key]
+
+    def begun(self, work: type, devices: Sequence[str], gpus: float) -> list[Actor]:
+        """Actors that do ``work``, one on each of ``devices``; they are the caller's own, who ends them."""
+        handles = [self._begin(work, device, gpus) for device in devices]
+        try:
+            return [self._greeted(handle) for handle in handles]
+        except BaseException:
+            for handle in handles:
+                self.ray.kill(handle)
+            raise
 
     def replace(self, actors: list[Actor], actor: Actor, work: type, device: str, gpus: float) -> bool:
         """Another actor in the place of one that died; whether there is room for one. Without any left, raise."""

@@ -5,7 +5,8 @@ A model of K parameters comes from tau = ceil(K / N) embedding vectors. The trun
 the head's t-th linear layer takes the t-th features to N numbers, and the chunks side by side are cut to K.
 
 A loom's parameters are kept in *pieces*, small trees by name: the trunk, each head, and each client's vectors. What a
-reply went through is some of the pieces, and only those have a gradient.
+reply went through is some of the pieces, and only those have a gradient. Heads may be sharded, by their layers, which
+are next to all of a loom: then each layer is asked for where it lives (``core.sharded``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fedloom.core.optim import Optimiser
 from fedloom.core.random import seed_of, stream
+from fedloom.core.sharded import Each, Sharded, Shards, made, ranges, through
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, squared_norm
 
 Pieces = Mapping[str, Params]
@@ -56,9 +58,18 @@ class MultiHeadLoom:
         return -(-size // self.chunk)
 
     def grow(
-        self, pieces: Pieces, places: Iterable[Place], seed: int, device: torch.device, dtype: torch.dtype
+        self,
+        pieces: Pieces,
+        places: Iterable[Place],
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shards: Shards | None = None,
     ) -> dict[str, Params]:
-        """``pieces`` and what ``places`` need besides, each piece drawn from a stream of its own name."""
+        """``pieces`` and what ``places`` need besides, each piece drawn from a stream of its own name.
+
+        Heads with a layer for each of ``shards`` are drawn there: the same numbers.
+        """
         grown = dict(pieces)
         if TRUNK not in grown:
             widths = [self.embed_dim, *[self.hidden] * self.layers]
@@ -72,9 +83,8 @@ class MultiHeadLoom:
             }
         for place in places:
             if place.head and place.head not in grown:
-                drawn = torch.Generator().manual_seed(seed_of(seed, "loom", place.head))
-                layers = _linear(drawn, (place.channels,), self.hidden, self.chunk)
-                grown[place.head] = {part: value.to(device, dtype) for part, value in layers.items()}
+                shape = place.channels, self.hidden, self.chunk
+                grown[place.head] = _head(seed_of(seed, "loom", place.head), shape, device, dtype, shards)
             if place.vectors not in grown:
                 values = stream(seed, "embeddings", place.vectors).standard_normal((place.tau, self.embed_dim))
                 grown[place.vectors] = {"v": torch.as_tensor(EMBED_STD * values).to(device, dtype)}
@@ -89,18 +99,58 @@ class MultiHeadLoom:
             if not (self.headless and i == self.layers - 1):
                 x = F.relu(x)
         if first.head:
-            head = pieces[first.head]
-            # position by position: (tau, models, hidden) times (tau, hidden, N)
-            chunks = x.transpose(0, 1) @ head["weight"].transpose(1, 2) + head["bias"][:, None]
-            x = chunks.transpose(0, 1)
+            weight, bias = pieces[first.head]["weight"], pieces[first.head]["bias"]
+            if isinstance(weight, Sharded) and isinstance(bias, Sharded):
+                x = through(_layers, x, weight, bias, cut=True)
+            else:
+                x = _layers(x, weight, bias)
         return x.reshape(len(places), -1)[:, : first.size]
+
+
+def _layers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer for each position, or one for all: (models, tau, hidden) -> (models, tau, N)."""
+    # position by position: (tau, models, hidden) times (tau, hidden, N)
+    return (x.transpose(0, 1) @ weight.transpose(1, 2) + bias[:, None]).transpose(0, 1)
+
+
+def _head(
+    seed: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, shards: Shards | None
+) -> dict[str, Tensor]:
+    channels, inputs, outputs = shape
+    if shards is None or channels < shards.number:
+        layers = _linear(torch.Generator().manual_seed(seed), (channels,), inputs, outputs)
+        return {part: value.to(device, dtype) for part, value in layers.items()}
+    rows = Each(ranges(channels, shards.number))
+    shapes = [(channels, outputs, inputs), (channels, outputs)]
+    weight, bias = made(shards, shapes, dtype, device, _some_layers, seed, *shape, rows, dtype)
+    return {"weight": weight, "bias": bias}
+
+
+def _some_layers(
+    seed: int, channels: int, inputs: int, outputs: int, rows: range, dtype: torch.dtype
+) -> tuple[list[Tensor], None]:
+    """Some of a head's layers, drawn as if all were, one after another."""
+    drawn = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in ((outputs, inputs), (outputs,)):
+        own = torch.empty(len(rows), *shape, dtype=dtype)
+        for channel in range(channels):
+            layer = _uniform(drawn, shape, inputs)
+            if channel in rows:
+                own[channel - rows.start] = layer
+        found.append(own)
+    return found, None
 
 
 def _linear(drawn: torch.Generator, channels: tuple[int, ...], inputs: int, outputs: int) -> dict[str, Tensor]:
     """Linear layers as ``nn.Linear`` initialises them: uniform within 1 / sqrt(inputs)."""
-    bound = 1 / math.sqrt(inputs)
     shapes = {"weight": (*channels, outputs, inputs), "bias": (*channels, outputs)}
-    return {part: torch.rand(shape, generator=drawn) * 2 * bound - bound for part, shape in shapes.items()}
+    return {part: _uniform(drawn, shape, inputs) for part, shape in shapes.items()}
+
+
+def _uniform(drawn: torch.Generator, shape: tuple[int, ...], inputs: int) -> Tensor:
+    bound = 1 / math.sqrt(inputs)
+    return torch.rand(shape, generator=drawn) * 2 * bound - bound
 
 
 def alike(places: Mapping[ClientId, Place]) -> list[list[ClientId]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedloom.core.contract import Setup
 from fedloom.core.device import copy_all, to_device
 from fedloom.core.optim import Optimiser
+from fedloom.core.sharded import is_sharded
 from fedloom.core.trees import ClientId, Params, PerClient, Tree, tree_map
 from fedloom.looms.weaving import Loom, pull_back
 
@@ -135,7 +136,7 @@ def outer_steps(
         turns = [[i] for i in sorted(range(len(places)), key=lambda i: setup.rows([clients[i]]))]
     turn_of = {i: number for number, turn in enumerate(turns) for i in turn}
     momentum: Mapping[str, Tensor] = memory.get("momentum", {})
-    in_place = table.device.type in IN_PLACE
+    in_place = table.device.type in IN_PLACE and not is_sharded(phi)
     step = partial(_step_in_place, outer) if in_place else outer.update
 
     def all_steps(phi: Params, moving: Params, rows: Tree, deltas: Sequence[Tree]) -> Any:

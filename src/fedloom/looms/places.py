@@ -10,7 +10,7 @@ from fedloom.core.contract import Model, Setup
 from fedloom.core.errors import NeedsError
 from fedloom.core.random import stream
 from fedloom.core.trees import ClientId, Params
-from fedloom.looms.multi_head import Place
+from fedloom.looms.multi_head import Pieces, Place
 from fedloom.models.layers import check_named, check_told, sizes_told
 from fedloom.models.model import network
 from fedloom.models.size_only import SizeOnly
@@ -38,8 +38,15 @@ def first_pieces(setup: Setup[Any], places: Iterable[Place]) -> dict[str, Params
     check_named("keep_local", setup.config.keep_local, models)
     check_named("frozen", setup.config.frozen, models)
     check_told(setup.config.keep_local, models)
-    pieces: dict[str, Params] = setup.config.loom().grow({}, places, setup.seed, setup.device, setup.dtype)
-    return pieces
+    return grown(setup, {}, places)
+
+
+def grown(setup: Setup[Any], pieces: Pieces, places: Iterable[Place]) -> dict[str, Params]:
+    """``pieces``, and what ``places`` need besides."""
+    found: dict[str, Params] = setup.config.loom().grow(
+        pieces, places, setup.seed, setup.device, setup.dtype, setup.shards
+    )
+    return found
 
 
 def global_place(setup: Setup[Any]) -> Place:

@@ -8,7 +8,7 @@ equal shape are stored as one stack, so that thousands of clients make a file of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,26 +27,42 @@ class Checkpoint(NamedTuple):
     meta: dict[str, Any]
 
 
-def pack(state: Tree, memory: Mapping[ClientId, Tree]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files by name, and what their reader must know: for ``meta.json``.
+class Content:
+    """The bytes of a file, which are made while they are written, and their digest when they are."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces, self._digest = pieces, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            self._digest.update(piece)
+            yield piece
+
+    @property
+    def sha256(self) -> str:
+        """Of what was made so far."""
+        return self._digest.hexdigest()
+
+
+def pack(state: Tree, memory: Mapping[ClientId, Tree]) -> tuple[dict[str, Content], dict[str, Any]]:
+    """The files by name, and what their reader must know besides their digests: for ``meta.json``.
 
     That is the order of the state's leaves and of the clients, and for each kind of memory the order of its leaves and
     which clients have it: safetensors keeps none.
     """
     from fedloom.core.trees import flatten
-    from fedloom.core.wire import encode
+    from fedloom.core.wire import pieces
 
     memories = list(memory.values())
     groups = _alike(memories)
     stacks = {str(number): _stack([memories[row] for row in rows]) for number, (_, rows) in enumerate(groups)}
-    files = {STATE: encode(state), MEMORY: encode(stacks)}
+    files = {STATE: Content(pieces(state)), MEMORY: Content(pieces(stacks))}
     layout = {
         "state": list(flatten(state)),
         "clients": list(memory),
         "groups": [{"paths": paths, "clients": rows} for paths, rows in groups],
     }
-    sha256 = {name: digest(data) for name, data in files.items()}
-    return files, {"format": FORMAT, "sha256": sha256, "layout": layout}
+    return files, {"format": FORMAT, "layout": layout}
 
 
 def unpack(

@@ -242,7 +242,12 @@ class RunDirectory:
         own["released"] = len(self.lines(PRIVACY))
         own["digests"] = {**self.digests(), **meta.get("digests", {})}
         files.sync_file(self._metrics)  # so that no checkpoint outlives the records that lead to it
-        files.write_folder(self._folder(round), {**contents, META: files.to_json({**meta, **own}, indent=1)})
+
+        def description() -> Iterator[bytes]:  # when the others are written, whose digests it has
+            own["sha256"] = {name: content.sha256 for name, content in contents.items()}
+            yield files.to_json({**meta, **own}, indent=1)
+
+        files.write_folder(self._folder(round), {**contents, META: description()})
         saved = self.checkpoints()
         for old in saved[: -max(keep, 1)]:
             if old != best_round:

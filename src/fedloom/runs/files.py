@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -78,7 +78,7 @@ def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(TEMPORARY + path.name)
     with writing(path):
         try:
-            _write(temporary, data)
+            _write(temporary, [data])
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -86,15 +86,15 @@ def write_file(path: Path, data: bytes) -> None:
         _sync_folder(path.parent)
 
 
-def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Put a folder of ``files`` at ``path``, in place of what is there."""
+def write_folder(path: Path, files: Mapping[str, Iterable[bytes]]) -> None:
+    """Put a folder of ``files`` at ``path``, in place of what is there; they are written one after another."""
     temporary = path.with_name(TEMPORARY + path.name)
     with writing(path):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            for name, data in files.items():
-                _write(temporary / name, data)
+            for name, pieces in files.items():
+                _write(temporary / name, pieces)
             _sync_folder(temporary)
             _move_in(temporary, path)
         except BaseException:
@@ -232,10 +232,10 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
     """A new file, on the disk when this returns."""
     with fresh(path) as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

@@ -167,6 +167,13 @@ class RunOptions:
         None,
         "With --engine ray: the cluster's address, or auto for the one on this machine; without it, one is started.",
     )
+    loom_shards: int = option(
+        0,
+        "With --engine ray: processes that hold a loom's heads, for looms too large for one GPU (see "
+        "docs/explanation-large-looms.md); 0: they stay with the server.",
+        low=0,
+        high=1024,
+    )
     gpus: int = option(0, "With --engine ray and --device cuda: GPUs that clients run on; 0: all.", low=0, high=4096)
     dtype: Literal["float32", "float64"] = option("float32", "Floating-point type of data and parameters.")
     precision: Literal["exact", "tf32", "bf16"] = option(
@@ -201,7 +208,7 @@ class RunOptions:
             )
         if self.dp_quantile and not self.dp_noise:
             raise ConfigError("--dp-quantile is about --dp-noise, which is not given. Give --dp-noise and --dp-clip.")
-        for name in ("ray_address", "gpus"):
+        for name in ("ray_address", "gpus", "loom_shards"):
             if getattr(self, name) and self.engine != "ray":
                 raise ConfigError(
                     f"{flag(name)} is about --engine ray; the engine is {self.engine}. Give --engine ray."
@@ -227,6 +234,11 @@ class RunOptions:
             raise ConfigError(
                 "--aggregate and --dp-noise do not go together: noise for privacy is accounted for on a sum. Leave one "
                 "out."
+            )
+        if self.aggregate and self.loom_shards:
+            raise ConfigError(
+                "--aggregate and --loom-shards do not go together: a rule compares gradients of the whole loom, which "
+                "is in no one place. Leave one out."
             )
         if self.engine == "flower-sim" and (self.malicious or self.attack == "backdoor"):
             raise ConfigError(

@@ -20,6 +20,7 @@ from fedloom.core import contract
 from fedloom.core.contract import Algorithm, Ask, Cohort, Home, Seeds, Sent, Setup
 from fedloom.core.errors import NeedsError, RunError
 from fedloom.core.random import seed_of
+from fedloom.core.sharded import as_in
 from fedloom.core.task import CLASSIFICATION, MULTILABEL, REGRESSION, SEQUENCE, Task
 from fedloom.core.trees import ClientId, Params, Tree, flatten, num_bytes
 from fedloom.core.trust import check as check_trust
@@ -298,7 +299,7 @@ class Server:
             self._check_fit(first, flatten(memory[client]), list(first))  # training may have added to it
         device = self.setup.device
         trees = {client: _to(tree, device) for client, tree in memory.items()}
-        self.now = Mark(checkpoint.round, self.algorithm.state(**_to(state, device)), Memories(trees))
+        self.now = Mark(checkpoint.round, self.algorithm.state(**as_in(fresh, state, device)), Memories(trees))
         # what another method settled says nothing: a plain run that is adapted now, say
         same = checkpoint.meta.get("as") == self.algorithm.name
         self.settled = checkpoint.meta.get("settled", -1) if same else -1

@@ -27,9 +27,10 @@ from fedloom.clients.federation import SPLITS, Federation, federate
 from fedloom.clients.partition import POOLS, Partition, apart_groups, partition
 from fedloom.clients.shift import apply_shift, with_cameras
 from fedloom.clients.windows import leak
-from fedloom.core.contract import Needs, Sent, Setup
-from fedloom.core.errors import ConfigError
+from fedloom.core.contract import Needs, Sent, Setup, call
+from fedloom.core.errors import ConfigError, NeedsError
 from fedloom.core.random import stream
+from fedloom.core.sharded import is_sharded
 from fedloom.core.task import MULTILABEL, REGRESSION, TASKS, Task
 from fedloom.core.trees import ClientId, num_bytes
 from fedloom.data.arrays import Arrays
@@ -39,6 +40,7 @@ from fedloom.engines.machine import Machine
 from fedloom.engines.memories import Memories
 from fedloom.engines.parallel import AbstractParallel
 from fedloom.engines.ray import Ray
+from fedloom.engines.shards import RayShards
 from fedloom.engines.workers import cores
 from fedloom.models.model import Model
 from fedloom.models.spec import parse, usual_network
@@ -180,8 +182,16 @@ class Simulation(Trainer):
             config, participants, federation.models, federation.task, options.seed, federation.device, federation.dtype,
             options.rounds, own, engine.replay,
         )  # fmt: skip
+        if options.loom_shards:  # no recording can hold what is not on this device
+            shards = RayShards(machine, federation.device, options.loom_shards)
+            setup = replace(setup, shards=shards, replay=call)
         engine.machine.take_over(federation.device)
         server = Server(method, algorithm, options, roster_of(federation, arrays, self.preparation), setup)
+        if options.loom_shards and not is_sharded(server.state._asdict()):
+            raise NeedsError(
+                f"{algorithm.name} has no heads here that {options.loom_shards} processes could hold. Leave out "
+                "--loom-shards, or take pfedhn, or mh_pfedhn with --heads by_count."
+            )
         # elsewhere than on a GPU nobody would work while the checks are read
         super().__init__(server, engine, reason, looks_ahead=federation.device.type == "cuda")
         self.also_tried = (TRIGGERED,) if options.attack == BACKDOOR else ()

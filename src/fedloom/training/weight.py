@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,17 +40,20 @@ class Weight(NamedTuple):
     """About what is needed while it steps, at most."""
     memory_bytes: int
     """Of the device that it is on."""
+    shards: int = 1
+    """How many processes have a part of it."""
 
     def __str__(self) -> str:
         return (
             f"the loom has {self.parameters:,} parameters: {self.bytes / 1e6:,.0f} MB with its optimiser, and up to "
             f"about {self.working_bytes / 1e6:,.0f} MB while it steps"
+            + (f", divided over {self.shards} processes" if self.shards > 1 else "")
         )
 
     @property
     def note(self) -> str:
         """For the notes of a run, with advice where it is large, or memory scarce."""
-        if self.working_bytes > self.memory_bytes:
+        if self.working_bytes > self.memory_bytes * self.shards:
             return f"{self}, which may be too much: there are {self.memory_bytes / 1e6:,.0f} MB. {ADVICE}"
         return f"{self}. {ADVICE}" if self.parameters >= LARGE else str(self)
 
@@ -65,14 +69,15 @@ def weigh(algorithm: Algorithm, setup: Setup[Any]) -> Weight | None:
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            state = algorithm.init(setup)._asdict()
+            state = algorithm.init(replace(setup, shards=None))._asdict()
     except NeedsError:
         raise
     except Exception:  # what is drawn is read, by a method of a user's own, or to try a network of the server's
         return None
     parameters, size = _counted(state)
-    found = Weight(parameters, size, AT_WORK * size, memory_of(setup.device))
-    if found.bytes > found.memory_bytes:
+    shards = setup.shards.number if setup.shards else 1
+    found = Weight(parameters, size, AT_WORK * size, memory_of(setup.device), shards)
+    if found.bytes > found.memory_bytes * shards:
         raise NeedsError(
             f"{algorithm.name} does not fit into memory: {found}, and there are {found.memory_bytes / 1e6:,.0f} MB. "
             f"{ADVICE}"
