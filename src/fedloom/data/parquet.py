@@ -66,6 +66,7 @@ def from_parquet(path: Path) -> Arrays:
 
 def unpacked(path: Path) -> Path:
     """The file with the samples of a Parquet file or folder, made if it is not there or they have changed since."""
+    path = path.resolve()  # "." has no name
     file, data = path.with_name(path.name + UNPACKED), _dataset(path)
     rows = read(path, data.count_rows)
     changed = max(one.stat().st_mtime_ns for one in _files(path))
