@@ -33,9 +33,9 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int | str, str]]:
     counted: Counter[tuple[int | str, str]] = Counter()
     ask = Session.ask
 
-    def noted(self: Session, program: Any, shared: Any, mine: Any) -> Any:
+    def noted(self: Session, program: Any, *rest: Any, **more: Any) -> Any:
         counted[self.stage, program.name] += 1
-        return ask(self, program, shared, mine)
+        return ask(self, program, *rest, **more)
 
     monkeypatch.setattr(Session, "ask", noted)
     return counted

@@ -192,11 +192,11 @@ def test_a_failure_of_the_round_ahead_is_told_when_it_is_due(monkeypatch: pytest
     ask = Session.ask
     calls: list[int] = []
 
-    def failing(*given: Any) -> Any:
+    def failing(*given: Any, **how: Any) -> Any:
         calls.append(1)
         if len(calls) > 1:
             raise RoundError("nobody is there")
-        return ask(*given)
+        return ask(*given, **how)
 
     monkeypatch.setattr(Session, "ask", failing)
     assert built.train_round()["round"] == 1
@@ -240,8 +240,8 @@ def test_a_server_that_runs_out_of_memory_gives_back_what_was_kept_for_speed(
     usual, short = (simulation("scaffold", ahead=False) for _ in range(2))
     ask, freed, asked = Session.ask, [], []
 
-    def failing(self: Session, *given: Any) -> Any:
-        replies = ask(self, *given)
+    def failing(self: Session, *given: Any, **how: Any) -> Any:
+        replies = ask(self, *given, **how)
         if self.engine is not short.engine:
             return replies
         asked.append(1)
@@ -265,7 +265,7 @@ def test_a_server_that_runs_out_of_memory_again_gives_up(monkeypatch: pytest.Mon
     short = simulation("scaffold", ahead=False)
     asked: list[int] = []
 
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **how: Any) -> Any:
         asked.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 120.00 MiB.")
 
