@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -761,3 +761,21 @@ def test_a_server_writes_down_what_nodes_tell_of_their_samples_and_stops_in_time
     found = releases_of(directory.lines(PRIVACY))
     assert [(one.round, one.who, one.clients) for one in found][:2] == [(1, ("0",), 9), (1, ("1",), 4)]
     assert len({one.draw for one in found}) == 2 and not any(one.from_seed for one in found)
+
+
+def test_passes_over_an_unknown_number_of_samples_are_not_accounted_for(tmp_path: Path) -> None:
+    """A newcomer does not tell how many it has: of so many steps its samples may be in any."""
+    hidden = {"sample-dp-noise": 2.0, "sample-dp-clip": 0.5, "rounds": 1, "admit-rounds": 1, "cohort": 2}
+    for name, steps, refused in (
+        ("steps", {"local-epochs": 0, "local-steps": 3}, nullcontext()),
+        ("epochs", {"local-epochs": 2}, pytest.raises(RoundError, match="does not tell how many samples")),
+    ):
+        ours = deployed("pfedhn", small_federation(unseen=1), tmp_path / name, **hidden, **steps)
+        config = flat_config(ours.server.method, ours.server.options, ours.server.config)
+        directory = RunDirectory.create(tmp_path / name / "run", config)
+        with closing(Account(ours, directory)):
+            ours.train_round()
+            with refused:
+                ours.admission(["4"], ours.now.memory)
+        found = [one for one in releases_of(directory.lines(PRIVACY)) if one.who == ("4",)]
+        assert [(one.clients, one.size, one.times) for one in found] == [(1, 1, 3)] * (name == "steps")

@@ -153,6 +153,48 @@ def test_epsilon_is_the_integral_of_the_privacy_loss_in_200_settings() -> None:
     agree_fixed(200, seed=1)
 
 
+def agree_in_all(number: int, seed: int) -> None:
+    """On random compositions, tiny epsilons among them, ours is 1% from Google's accountant on a finer grid at most."""
+    import dp_accounting as dp
+    import dp_accounting.pld
+
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        found = []
+        for _ in range(int(rng.integers(1, 4))):
+            clients, noise = int(10 ** rng.uniform(1, 4.5)), float(10 ** rng.uniform(-0.2, 1.2))
+            size = max(1, round(clients * 10 ** rng.uniform(-3, 0)))
+            found.append(release(noise, clients, size, int(10 ** rng.uniform(0, 2.7))))
+        delta = float(10 ** rng.uniform(-7, -1.5))
+        ours = epsilon(found, delta)
+        if ours > 200:
+            continue
+        exact = dp.pld.PLDAccountant(value_discretization_interval=5e-5 if ours < 1 else 2e-4)
+        for one in found:
+            noised = dp.GaussianDpEvent(one.noise)
+            sampled = dp.PoissonSampledDpEvent(one.size / one.clients, noised)
+            exact.compose(noised if one.size >= one.clients else sampled, one.times)
+        assert ours == pytest.approx(exact.get_epsilon(delta), rel=0.01, abs=1e-3)
+
+
+def test_releases_of_all_kinds_add_up_as_others_say() -> None:
+    agree_in_all(8, seed=0)
+
+
+@pytest.mark.slow
+def test_releases_of_all_kinds_add_up_as_others_say_in_200_settings() -> None:
+    agree_in_all(200, seed=1)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize(("noise", "clients", "size", "times", "delta"), [
+    (10.3, 2666, 18, 20, 0.024), (8.2, 98_017, 169, 512, 0.0065), (1e8, 3, 1, 10**5, 0.1), (1e-3, 3, 1, 10**5, 1e-12),
+])  # fmt: skip
+def test_next_to_nothing_and_far_too_much_have_an_epsilon(noise, clients, size, times, delta, sampling) -> None:
+    found = epsilon([release(noise, clients, size, times, sampling)], delta)
+    assert 0 <= found < 0.05 if noise > 1 else found > 500
+
+
 def test_a_fixed_cohort_hides_any_client_of_any_small_federation() -> None:
     """By brute force: two of three clients are drawn, each replies with the bound, its opposite or nothing."""
     noise, x = 1.5, np.linspace(-20, 20, 40_001)

@@ -78,6 +78,7 @@ class Account:
         options, now = self.options, self.trainer.server.round
         if not options.dp_noise:
             return options.rounds
+        # secret draws have names of their own: where what is asked again counts again, no plan holds for long
         alike = self._of_round()._replace(round=0)
         if self._planned and self._planned[0] == alike:
             return self._planned[1]
@@ -156,7 +157,15 @@ class Account:
     def _number(self, client: ClientId, program: Program) -> int:
         """The steps of one ask, if it trains."""
         batches, samples = program.batches, self.trainer.engine.samples_of(client)
-        return steps_of(samples or 1, batches) if batches and batches.split not in TRIED else 0
+        if batches is None or batches.split in TRIED:
+            return 0
+        if batches.epochs and not samples:
+            raise RoundError(
+                f"Client {client} does not tell how many samples it has, so that nobody knows how many steps "
+                f"{program.name} takes, which --sample-dp-noise is accounted for by. It was not asked; give "
+                "--local-steps in the place of --local-epochs."
+            )
+        return steps_of(samples or 1, batches)
 
     def _most(self, client: ClientId) -> int:
         """How many steps this client may take within ``--max-epsilon``: the same for all with as many samples."""
