@@ -176,6 +176,7 @@ def resume(
             directory.check(last.meta, force=force, **simulation.data_digests, **simulation.clock_digests)
             directory.check_records(last.round, force=force)
             server.restore(last)
+            del last  # of a loom that is divided, nothing is to stay here
         if server.round > server.options.rounds:
             raise ConfigError(
                 f"--rounds is {server.options.rounds}, but {directory.path} has done {server.round} rounds; "

@@ -127,9 +127,10 @@ def made(
 
 
 def dealt(shards: Shards, tensor: Tensor, device: torch.device) -> Sharded:
-    """A tensor of this process, dealt to shards, as one of ``device``."""
-    parts = [tensor[rows.start : rows.stop] for rows in ranges(len(tensor), shards.number)]
-    return made(shards, [tensor.shape], tensor.dtype, device, _take, Each(parts))[0]
+    """A tensor of this process, dealt to shards, as one of ``device``. They have it when this returns."""
+    parts, held = [tensor[rows.start : rows.stop] for rows in ranges(len(tensor), shards.number)], Held()
+    shards.run(_take, [Each(parts)], [held], answers=True)
+    return Sharded(shards, held, tensor.shape, tensor.dtype, device)
 
 
 def gathered(tree: Tree) -> Any:
