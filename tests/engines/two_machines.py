@@ -13,6 +13,7 @@ from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
+import ray
 from ray.cluster_utils import Cluster as Machines
 
 from conftest import play, small_federation
@@ -65,9 +66,9 @@ def main() -> None:
         "dropped": len(both.stats.dropped) + len(fewer.stats.dropped),
         "notes": fewer.engine.notes,
     }
-    del both, fewer
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
+    ray.shutdown()
     machines.shutdown()
 
 
