@@ -108,12 +108,12 @@ def run_to_end(federation: LocalFederation, app: App, out: Path, **changes: Any)
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "pfedhn": {"rounds": 1},
     "pfedhn_pc": {"rounds": 2, "cohort": NODES, "local_steps": 200},
     "mh_pfedhn_gd": {"rounds": 1, "server_step": "per_client", "global_model": MODELS[0], "chunk": 512},
     "scaffold": {"rounds": 2},
     "it_pfl_hn": {"rounds": 2, "finetune_after": 1},
 }
+"""pFedHN has two rounds in the test with keys."""
 PAIR = {"cohort": 2, "eval_clients": 1}
 """A process starts for every client and ask: two at a time, and one score, are enough."""
 
