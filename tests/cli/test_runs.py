@@ -256,3 +256,10 @@ def test_a_global_model_is_evaluated_and_exported(cli, refused):
 def test_a_method_without_a_global_model_says_so(refused, trained):
     for command in ("evaluate", "export"):
         assert "Local has no global model apart from what its clients deploy" in refused(command, trained, "--global")
+
+
+def test_resume_says_what_had_finished_and_not_what_was_paused(cli, own_copy):
+    assert "had finished" in cli("resume", own_copy, "--quiet").err
+    config = own_copy / "config.yaml"
+    config.write_text(config.read_text().replace("rounds: 2", "rounds: 3"))
+    assert "had finished" not in cli("resume", own_copy, "--quiet", "--force").err

@@ -78,3 +78,8 @@ def test_branches_and_leaves_arrive_in_the_order_in_which_they_were_sent() -> No
 def test_what_is_not_a_tree_of_tensors_is_refused(tree: Any) -> None:
     with pytest.raises(TypeError, match="only trees of tensors travel; tree"):
         encode(tree)
+
+
+def test_what_has_no_name_in_a_file_is_refused_in_a_sentence() -> None:
+    with pytest.raises(TypeError, match=r"only numbers of .* travel; a has torch.float8_e4m3fn"):
+        encode({"a": torch.zeros(2).to(torch.float8_e4m3fn)})

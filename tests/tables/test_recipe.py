@@ -78,7 +78,7 @@ def test_each_makes_a_row_of_every_combination() -> None:
         ("title: t\nrows: [{name: a}]", "the row 'a' needs either a method"),
         ("title: t\ncolumns: [bset]\nrows: [{name: a, method: local}]", "has the column 'bset'; choose from best"),
         ("title: t\nseeds: [0]\nchoose_seeds: [1]\nrows: [{name: a, method: local}]", "choose_seeds from its seeds"),
-        ("title: t\nrows: [{nmae: a, method: local}]", "is no recipe"),
+        ("title: t\nrows: [{nmae: a, method: local}]", "Unknown key of a row 'nmae'; did you mean 'name'"),
         ("title: t\nrows: {a: local}", "is no recipe"),
         ("title: t\nlines: []", "is no recipe; expected a mapping with rows"),
         ("- a list", "is no recipe"),

@@ -64,7 +64,7 @@ def resume(
     from fedloom.runs.directory import RunDirectory
 
     progress = JSON if json else QUIET if quiet else AUTO
-    had_finished = (RunDirectory.open(run).summary() or {}).get("finished") and rounds is None
+    before = RunDirectory.open(run).summary() or {}
     again = {"--rounds": rounds, "--dataset": dataset, "--data-root": data_root}
     flags = [f" {name} {shlex.quote(str(value))}" for name, value in again.items() if value is not None]
     with stoppable(run, "".join(flags) + " --trust" * trust):
@@ -72,7 +72,7 @@ def resume(
             run, dataset=dataset, data_root=data_root, rounds=rounds, device=device, progress=progress, force=force,
             trust=trust,
         )  # fmt: skip
-    if had_finished:
+    if before.get("finished") and before["rounds"] == done.summary["rounds"]:
         typer.echo(f"{run} had finished; give --rounds N to go further.", err=True)
     finished(done, progress)
 

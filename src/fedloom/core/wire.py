@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.sharded import Sharded
-from fedloom.core.tensors import bytes_of, header_of
+from fedloom.core.tensors import NAMES, bytes_of, header_of
 from fedloom.core.trees import Tree, faults, flatten, unflatten
 
 
@@ -26,7 +26,11 @@ def pieces(tree: Tree) -> Iterator[bytes]:
     wrong = faults(tree)
     if wrong:
         raise TypeError(f"only trees of tensors travel; {wrong[0]}")
-    return _pieces(flatten(tree))
+    flat = flatten(tree)
+    odd = [f"{path} has {leaf.dtype}" for path, leaf in flat.items() if leaf.dtype not in NAMES]
+    if odd:
+        raise TypeError(f"only numbers of {', '.join(map(str, NAMES))} travel; {odd[0]}")
+    return _pieces(flat)
 
 
 def decode(data: bytes, device: torch.device | str = "cpu") -> dict[str, Any]:

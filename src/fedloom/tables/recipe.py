@@ -209,6 +209,8 @@ def expanded(described: dict[str, Any]) -> Iterator[Row]:
     """The rows that an entry stands for: one, or one for every combination of what is in ``each``."""
     each = described.pop("each", {})
     own = {one.name for one in fields(Row)}
+    if strange := [name for name in described if name not in own]:
+        raise unknown("key of a row", strange[0], {*own, "each"})
     number = math.prod(len(values) for values in each.values())
     if number > MOST_ROWS:
         raise ConfigError(f"A row stands for {number:,} in a recipe; expected at most {MOST_ROWS:,}: shorten its each.")
