@@ -18,13 +18,15 @@ def test_one_step_of_the_head_on_paper() -> None:
 
     W <- W - eta (softmax(W p) - e_y) p = (2, 2) - 0.1 (-0.5, 0.5) 3 = (2.15, 1.85).
     """
-    played = play(ALGORITHM, labels([[(3, 0)]]), rounds=1, server_lr=0.1, **{**HAND, "local_lr": 0.0})
+    played = play(ALGORITHM, labels([[(3, 0)]]), rounds=1, server_lr=0.1, server_epochs=1, **{**HAND, "local_lr": 0.0})
     assert played.state.head["weight"].flatten().tolist() == pytest.approx([2.15, 1.85], abs=1e-12)
 
 
 def test_class_means_not_samples_are_learned_from() -> None:
     """Samples 1 and 5 of class 0 count as one mean, 3: the same step as with 3 alone."""
-    played = play(ALGORITHM, labels([[(1, 0), (5, 0)]]), rounds=1, server_lr=0.1, **{**HAND, "local_lr": 0.0})
+    played = play(
+        ALGORITHM, labels([[(1, 0), (5, 0)]]), rounds=1, server_lr=0.1, server_epochs=1, **{**HAND, "local_lr": 0.0}
+    )
     assert played.state.head["weight"].flatten().tolist() == pytest.approx([2.15, 1.85], abs=1e-12)
 
 

@@ -223,7 +223,8 @@ def test_the_defaults_are_the_authors() -> None:
 
 @pytest.mark.parametrize(("clients", "dim"), [(1, 1), (3, 1), (4, 2), (7, 2), (8, 3), (50, 13)])
 def test_embeddings_have_one_plus_a_quarter_of_the_clients_numbers(clients: int, dim: int) -> None:
-    state = play(ALGORITHM, small_federation(sizes=(2,) * clients), rounds=0).state
+    hidden = ALGORITHM.config().hidden
+    state = play(ALGORITHM, small_federation(sizes=(2,) * clients), rounds=0, hidden=hidden).state
     assert state.embeddings.shape == (clients, dim)
     assert state.loom["trunk.0.weight"].shape == (100, dim)
     assert [state.loom[f"trunk.{i}.weight"].shape for i in (1, 2, 3)] == [(100, 100)] * 3

@@ -97,6 +97,6 @@ def test_looms_of_clients_that_are_not_asked_rest() -> None:
 
 def test_a_layers_weight_and_bias_are_mixed_alike() -> None:
     federation = small_federation(("lenet:kernels=2",))
-    played = play(ALGORITHM, federation, rounds=0)
+    played = play(ALGORITHM, federation, rounds=0, hidden=ALGORITHM.config().hidden)
     assert played.state.looms["head.weight"].shape == (5, 5 * 5, 100)  # clients, layers x clients, hidden
     assert len(federation.roster["0"].model.shapes) == 10

@@ -231,7 +231,7 @@ def test_only_trees_travel_and_their_bytes_are_counted(algorithm: Algorithm, eng
 
 
 def test_the_loss_falls(algorithm: Algorithm) -> None:
-    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), rounds=8, local_lr=0.01)
+    played = play(algorithm, small_federation(models_for(algorithm, *SMALL)), rounds=12, local_lr=0.01)
     losses = [d["local_loss"] for d in played.diagnostics]
     assert sum(losses[-3:]) < sum(losses[:3])
 
